@@ -1,0 +1,59 @@
+"""Bad input gets a clear error at the call, with the value in it."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from typing import Any, Iterable
+
+__all__ = ["exit_codes", "natural", "printable", "seconds", "start_context"]
+
+
+def seconds(what: str, value: float, *, zero: bool = True) -> float:
+    """A finite number of seconds, not negative, and not zero either unless `zero`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} must be a number of seconds, not {value!r}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{what} must be a finite number of seconds, {'0 or more' if zero else 'more than 0'}, not {value!r}")
+    return float(value)
+
+
+def natural(what: str, value: int) -> int:
+    """An integer from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an integer, not {value!r}")
+    if value < 0:
+        raise ValueError(f"{what} must be 0 or more, not {value!r}")
+    return value
+
+
+def printable(what: str, value: str) -> str:
+    """A name that can stand in a line of a report."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a string, not {value!r}")
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"{what} must be printable and not empty, not {value!r}")
+    return value
+
+
+def exit_codes(what: str, values: Iterable[int]) -> frozenset[int]:
+    """Exit codes as multiprocessing has them: 0 to 255, or a negative signal number."""
+    try:
+        codes = frozenset(values)
+    except TypeError:
+        raise TypeError(f"{what} must be a collection of exit codes, not {values!r}") from None
+    for code in codes:
+        if isinstance(code, bool) or not isinstance(code, int):
+            raise TypeError(f"{what} must hold integers, not {code!r}")
+        if not -64 <= code <= 255:
+            raise ValueError(f"{what} must hold codes from 0 to 255 or negative signal numbers, not {code!r}")
+    return codes
+
+
+def start_context(context: Any) -> Any:
+    """A multiprocessing context from a start method's name, a context, or None for the default."""
+    if context is None or isinstance(context, str):
+        return multiprocessing.get_context(context)
+    if not callable(getattr(context, "Process", None)):
+        raise TypeError(f"context must be a start method's name or a multiprocessing context, not {context!r}")
+    return context

@@ -1,0 +1,261 @@
+"""One view of every handle that can be watched: multiprocessing.Process, Popen, psutil's, and unknown ones.
+
+Death is decided from the process's existence, never from `exitcode is None`: a handle whose status somebody else took
+says "alive" for ever (multiprocessing) or "code 0" (subprocess). The status is peeked at without being taken.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.process import BaseProcess, _children
+from typing import Any
+
+from watchdog import linux
+from watchdog.death import Exited, Lost, Signalled, Status
+
+__all__ = ["Handle", "ProcessHandle", "UnknownHandle", "open_handle"]
+
+# Seconds in which the true status may still turn up after somebody else reaped: PIDFD_GET_INFO was measured to
+# answer up to 3.3 ms late, a thread that won the race for waitpid stores its result within microseconds.
+_STATUS_PATIENCE = 0.1
+
+
+class Handle:
+    """What the watch loop sees: a pid to print, a pidfd to wait for (or None), and how the process ended."""
+
+    pid: int | None = None
+    pidfd: linux.Fd | None = None
+
+    def poll(self) -> Status | None:
+        """How the process ended, None while it lives. Steals nothing; never raises for a process that is merely gone."""
+        raise NotImplementedError(f"{type(self).__name__} has no poll")
+
+    def disown(self) -> None:
+        """In a forked copy of the rank: nothing may happen to the process because of this copy."""
+
+    @property
+    def loss(self) -> str:
+        """Why a status was `Lost`, in a few words for the report."""
+        return "the handle tells no code"
+
+
+class UnknownHandle(Handle):
+    """An object with `is_alive()` and `exitcode`, or `poll()` and `returncode`. Its pid is printed, never looked up."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        pid = getattr(process, "pid", None)
+        self.pid = pid if isinstance(pid, int) else None
+
+    def poll(self) -> Status | None:
+        if hasattr(self._process, "is_alive"):
+            return None if self._process.is_alive() else _from_code(self._process.exitcode)
+        if self._process.poll() is None:
+            return None
+        return _from_code(self._process.returncode)
+
+
+class ProcessHandle(Handle):
+    """A process of this machine, behind a `multiprocessing`, `subprocess` or `psutil` object or a pid alone."""
+
+    def __init__(self, process: Any, pid: int, ended: Status | None = None) -> None:
+        self.process = process
+        self.pid: int = pid
+        self._start_time: int | None = None
+        self._ended = ended
+        if ended is None:
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self.pidfd = linux.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._ended = self._recover()
+            return
+        self._start_time = linux.start_time(self.pid)
+
+    def poll(self) -> Status | None:
+        if self._ended is None and self._is_dead():
+            self._ended = self._recover()
+        return self._ended
+
+    def _is_dead(self) -> bool:
+        if self.pidfd is None:
+            return self._is_dead_without_pidfd()
+        try:
+            if linux.peek_status(self.pidfd, self.pid) is not None:
+                return True
+        except linux.NotOurChild:
+            # Somebody reaped it, or it never was ours (forkserver, psutil). Only a pidfd gets this answer, so readable is dead.
+            return linux.is_readable(self.pidfd)
+        except OSError:
+            pass  # no pidfd any more: closed by others, its number perhaps reused
+        else:
+            return False
+        # A new descriptor for the same process, if it is there; what the old number stands for now is not ours to close.
+        self.pidfd.number = -1
+        if not self._still_there():
+            return True
+        try:
+            self.pidfd = linux.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def _is_dead_without_pidfd(self) -> bool:
+        try:
+            return linux.peek_status(None, self.pid) is not None
+        except (linux.NotOurChild, AttributeError):  # macOS has no os.waitid before Python 3.13
+            return not self._still_there()
+
+    def _still_there(self) -> bool:
+        return linux.exists(self.pid, self._start_time)
+
+    def _recover(self) -> Status:
+        """The status of a dead process, from whoever still has it."""
+        deadline = time.monotonic() + _STATUS_PATIENCE
+        while True:
+            status = self._kernel_status() or self._own_status()
+            if status is not None:
+                return status
+            if time.monotonic() > deadline:
+                return Lost()
+            time.sleep(0.001)
+
+    def _kernel_status(self) -> Exited | Signalled | None:
+        with suppress(linux.NotOurChild, OSError, AttributeError):
+            return linux.peek_status(self.pidfd, self.pid)
+        if self.pidfd is not None:
+            status = linux.recall_status(self.pidfd)
+            if status is not None:
+                return status
+        return linux.zombie_status(self.pid, self._start_time)
+
+    def _own_status(self) -> Status | None:
+        """What the handle itself has stored. Only stored values are read: asking it would take the status or race for it."""
+        return _stored_status(self.process)
+
+    @property
+    def loss(self) -> str:
+        if isinstance(self.process, BaseProcess):
+            if _is_forkserver(self.process):
+                return "possibly lost with the fork server" if _stored_code(self.process) == 255 else "not a child"
+            return "reaped elsewhere"
+        return "reaped elsewhere" if isinstance(self.process, subprocess.Popen) else "not a child"
+
+    def disown(self) -> None:
+        # At its end a forked copy would send SIGTERM to the daemonic children that it believes to have.
+        if isinstance(self.process, BaseProcess):
+            _children.discard(self.process)
+
+    def send_signal(self, number: int) -> bool:
+        """Signal exactly this process; False if it is dead."""
+        if self.poll() is not None:
+            return False
+        if self.pidfd is not None:
+            return linux.pidfd_send_signal(self.pidfd, number)
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def wait(self, timeout: float) -> Status | None:
+        """Sleep for `timeout` seconds or until the process is dead; how it ended, None if it lives."""
+        deadline = time.monotonic() + timeout
+        while True:
+            status = self.poll()
+            left = deadline - time.monotonic()
+            if status is not None or left <= 0:
+                return status
+            if self.pidfd is None:
+                time.sleep(min(left, 0.02))
+            else:
+                linux.wait_readable((self.pidfd,), min(left, 1.0))
+
+    def reap(self) -> None:
+        """Take the status of a dead server that we launched, so that no zombie stays and its handle tells the truth."""
+        status = self.poll()
+        if status is None:
+            return
+        code = _code(status)
+        with suppress(Exception):
+            if isinstance(self.process, BaseProcess):
+                # Process is not thread-safe: a user's join() that loses the race for waitpid returns before the winner
+                # has stored the code. So the code is stored first and taken second.
+                if code is not None and self.process._popen.returncode is None:
+                    self.process._popen.returncode = code
+                # Out of the list whose members multiprocessing signals by pid at exit: the pid may be another's by then.
+                _children.discard(self.process)
+                linux.reap(self.pidfd, self.pid)
+            else:
+                # Popen has a lock of its own for this. If its status was taken it says 0; we know better.
+                self.process.poll()
+                if code is not None and self.process.returncode is not None:
+                    self.process.returncode = code
+
+
+def open_handle(process: Any) -> Handle:
+    """The view of `process` that the watch loop needs.
+
+    Raises TypeError for an object that offers neither interface, ValueError for a process that was never started.
+    """
+    psutil = sys.modules.get("psutil")  # whoever passes a psutil handle has imported it
+    if isinstance(process, BaseProcess):
+        popen = getattr(process, "_popen", None)
+        if popen is None or process.pid is None or getattr(process, "_parent_pid", None) != os.getpid():
+            raise ValueError(f"cannot watch {process!r}: it was never started, or not by this process")
+        return ProcessHandle(process, process.pid, _stored_status(process))
+    if isinstance(process, subprocess.Popen):
+        return ProcessHandle(process, process.pid, _stored_status(process))
+    if psutil is not None and isinstance(process, psutil.Process):
+        ended = _stored_status(process)
+        handle = ProcessHandle(process, process.pid, ended)
+        if ended is None and not process.is_running():
+            return ProcessHandle(process, process.pid, Lost())  # the pid is free, or belongs to somebody else by now
+        return handle
+    for method, code in (("is_alive", "exitcode"), ("poll", "returncode")):
+        if callable(getattr(process, method, None)) and hasattr(process, code):
+            return UnknownHandle(process)
+    raise TypeError(
+        f"cannot watch {process!r}: it has neither is_alive() and exitcode nor poll() and returncode",
+    )
+
+
+def _is_forkserver(process: BaseProcess) -> bool:
+    return getattr(process, "_start_method", None) == "forkserver"
+
+
+def _stored_code(process: Any) -> Any:
+    holder = getattr(process, "_popen", None) if isinstance(process, BaseProcess) else process
+    return getattr(holder, "returncode", None)
+
+
+def _stored_status(process: Any) -> Status | None:
+    """The code a handle has stored already, as far as it can be believed.
+
+    multiprocessing's fork server says 255 when it lost the code, and subprocess says 0 when somebody else took it:
+    neither is an answer.
+    """
+    code = _stored_code(process)
+    if isinstance(process, BaseProcess):
+        doubtful = code == 255 and _is_forkserver(process)
+    else:
+        doubtful = code == 0
+    return None if code is None or doubtful else _from_code(code)
+
+
+def _from_code(code: Any) -> Status:
+    if not isinstance(code, int):
+        return Lost()
+    return Signalled(-code) if code < 0 else Exited(code)
+
+
+def _code(status: Status) -> int | None:
+    if isinstance(status, Exited):
+        return status.code
+    return -status.signal if isinstance(status, Signalled) else None

@@ -1,0 +1,277 @@
+"""Every system call and every read of /proc. Standard library and the ground floor only.
+
+Where the kernel, a seccomp filter or a missing /proc refuses an answer, the functions here return None ("cannot
+say"): missing information weakens the evidence, never the detection of a death.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from typing import NamedTuple
+
+from watchdog.death import Exited, Signalled
+
+if sys.platform == "win32":  # pragma: no cover
+    raise ImportError("sidecar-watchdog needs a POSIX system (Linux first); Windows is not supported")
+
+# The same numbers on every architecture that Linux added them to after 2019 (include/uapi/asm-generic/unistd.h).
+_NR_PIDFD_SEND_SIGNAL = 424
+_NR_PIDFD_OPEN = 434
+_P_PIDFD = 3  # linux/wait.h; `os.P_PIDFD` is missing from builds against old headers (conda's, for one)
+
+# linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes.
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_INFO = struct.Struct("QQ11Ii")  # mask, cgroup id, eleven ids, the wait status
+
+
+class NotOurChild(Exception):
+    """The kernel has no status for us: the process is no child of ours, or somebody reaped it already."""
+
+
+class Fd:
+    """An owned file descriptor, closed when its last holder lets go.
+
+    The watch thread, `stop()` and a signal handler use one descriptor at once; whoever holds the object may be sure
+    that the number is not closed, and given to another file, between its look and its use.
+    """
+
+    __slots__ = ("_owner", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._owner = os.getpid()
+
+    def fileno(self) -> int:
+        return self.number
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        # A forked copy leaves the number alone: code there may have closed it and got it again for a file of its own.
+        if number >= 0 and self._owner == os.getpid():
+            try:
+                os.close(number)
+            except OSError:
+                pass  # somebody closed it for us (`os.closerange`)
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception:
+            pass  # the interpreter is going away, and its modules with it
+
+
+def _syscall(number: int, *arguments: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    result: int = libc.syscall(*(ctypes.c_long(argument) for argument in (number, *arguments)))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def pidfd_open(pid: int) -> Fd | None:
+    """A pidfd on `pid`, or None where the system has none to give (old kernel, seccomp, no descriptor left).
+
+    Raises ProcessLookupError if no such process exists.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        if hasattr(os, "pidfd_open"):
+            return Fd(os.pidfd_open(pid, 0))
+        number = _syscall(_NR_PIDFD_OPEN, pid, 0)
+        os.set_inheritable(number, False)
+        return Fd(number)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
+def pidfd_send_signal(pidfd: Fd, number: int) -> bool:
+    """Send a signal to exactly the process behind `pidfd`; False if it is gone. Raises OSError for any other refusal."""
+    try:
+        if hasattr(signal, "pidfd_send_signal"):
+            signal.pidfd_send_signal(pidfd.number, number)
+        else:
+            _syscall(_NR_PIDFD_SEND_SIGNAL, pidfd.number, number, 0, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_readable(fds: tuple[Fd, ...], timeout: float) -> None:
+    """Sleep until one of `fds` has an event, or `timeout` seconds have passed.
+
+    It does not say what happened: the caller looks at the process itself. A descriptor that somebody closed is passed
+    over. `select.poll`, since `select.select` fails for descriptors above 1023.
+    """
+    poller = select.poll()
+    for fd in fds:
+        if fd.number >= 0:
+            poller.register(fd.number, select.POLLIN)
+    deadline = time.monotonic() + timeout
+    while True:
+        # One millisecond up, so that a caller that loops towards a deadline does not spin through its last one.
+        left = max(0.0, deadline - time.monotonic())
+        events = poller.poll(int(left * 1000) + 1)
+        closed = [number for number, event in events if event & select.POLLNVAL]
+        if not events or len(closed) < len(events):
+            return
+        for number in closed:
+            poller.unregister(number)
+
+
+def is_readable(fd: Fd) -> bool:
+    """True if `fd` has data or, for a pidfd, the process behind it is dead; False also for a descriptor closed by others."""
+    poller = select.poll()
+    poller.register(fd.number, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poller.poll(0))
+
+
+def peek_status(pidfd: Fd | None, pid: int) -> Exited | Signalled | None:
+    """How our child ended, without reaping it; None while it runs.
+
+    WNOWAIT leaves the status to its owner (trio's `_subprocess_platform/waitid.py` does the same). Raises NotOurChild
+    if the kernel has nothing for us, and OSError if `pidfd` is no pidfd any more.
+    """
+    options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    try:
+        if pidfd is None:
+            result = os.waitid(os.P_PID, pid, options)
+        else:
+            result = os.waitid(_P_PIDFD, pidfd.number, options)
+    except ChildProcessError:
+        raise NotOurChild from None
+    if result is None:
+        return None
+    if result.si_code == os.CLD_EXITED:
+        return Exited(result.si_status)
+    return Signalled(result.si_status, core_dumped=result.si_code == os.CLD_DUMPED)
+
+
+def reap(pidfd: Fd | None, pid: int) -> None:
+    """Let go of our dead child; nothing happens if it runs, or is no child of ours."""
+    try:
+        if pidfd is None:
+            os.waitpid(pid, os.WNOHANG)
+        else:
+            os.waitid(_P_PIDFD, pidfd.number, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        pass
+
+
+def decode_wait_status(status: int) -> Exited | Signalled:
+    """From the integer of wait(2) to a value."""
+    if os.WIFSIGNALED(status):
+        return Signalled(os.WTERMSIG(status), core_dumped=os.WCOREDUMP(status))
+    return Exited(os.WEXITSTATUS(status))
+
+
+def recall_status(pidfd: Fd) -> Exited | Signalled | None:
+    """What the kernel remembers of a process that somebody else reaped; None before the reaping, or before Linux 6.15.
+
+    ioctl PIDFD_GET_INFO, see pidfd.h. It answers only once the process was reaped, up to some milliseconds after its death.
+    """
+    import fcntl
+
+    buffer = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd.number, _PIDFD_GET_INFO, buffer)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(buffer)
+    return decode_wait_status(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+class Stat(NamedTuple):
+    """What we use of /proc/<pid>/stat (see proc(5)): state letter, start time in clock ticks since boot, wait status."""
+
+    state: str
+    start_time: int
+    wait_status: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """None if there is no such process, no /proc, or a line in it that makes no sense (fields zeroed, cut short)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+        # The command's name stands in parentheses and may hold anything, spaces and parentheses too.
+        fields = line[line.rindex(b")") + 2 :].split()
+        return Stat(fields[0].decode("ascii"), int(fields[19]), int(fields[49]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_zombie(pid: int, stat: Stat) -> bool:
+    """True if `stat` is that of a dead process. A leader that ended before its other threads looks like one and is not."""
+    if stat.state not in "ZX":
+        return False
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) <= 1
+    except OSError:
+        return True
+
+
+def zombie_status(pid: int, start_time: int | None) -> Exited | Signalled | None:
+    """How a process ended that is dead and not reaped yet, for any process of the same user.
+
+    The kernel shows a zero where we may not look (a process that changed its user), so a zero counts only where the
+    entry is ours.
+    """
+    stat = read_stat(pid)
+    if stat is None or (start_time is not None and stat.start_time != start_time) or not is_zombie(pid, stat):
+        return None
+    try:
+        if stat.wait_status == 0 and os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+            return None
+    except OSError:
+        return None
+    return decode_wait_status(stat.wait_status)
+
+
+def exists(pid: int, start_time: int | None) -> bool:
+    """True if the process that had `pid` and `start_time` is there and no zombie.
+
+    Where /proc tells nothing, the pid alone must do: "unknown identity" is not "dead".
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EPERM:
+            raise
+    stat = read_stat(pid)
+    if stat is None:
+        return True
+    if start_time is not None and stat.start_time != start_time and stat.start_time != 0:
+        return False
+    return not is_zombie(pid, stat)
+
+
+def start_time(pid: int) -> int | None:
+    """In clock ticks since boot, None where it cannot be told. With the pid it names one process and no later one."""
+    stat = read_stat(pid)
+    return stat.start_time if stat is not None and stat.start_time != 0 else None
+
+
+def memfd(name: str, size: int) -> Fd | None:
+    """A sealed-off piece of memory to share with a child, None where the system has none to give."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        fd = Fd(os.memfd_create(name, os.MFD_CLOEXEC))
+        os.ftruncate(fd.number, size)
+    except OSError:
+        return None
+    return fd

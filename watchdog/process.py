@@ -1,0 +1,341 @@
+"""The rank waits for its server: launch it once, watch it, leave when it dies.
+
+The idea (keep the exact handle, poll it on a daemon thread, leave by `os._exit` so that the launcher tears the job
+down, disarm through atexit) was first written down in TorchEasyRec's sampler watchdog,
+https://github.com/alibaba/TorchEasyRec/pull/554.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from dataclasses import replace
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
+
+from watchdog import rank
+from watchdog.abort import abort, interrupt, notify
+from watchdog.arguments import exit_codes, natural, printable, seconds, start_context
+from watchdog.death import Death
+from watchdog.handles import ProcessHandle, open_handle
+from watchdog.record import Record, StopEvent
+from watchdog.server import Call, serve
+from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, reserve_name, stop_servers
+
+__all__ = ["ProcessWatchdog"]
+
+Process = multiprocessing.process.BaseProcess
+Argument = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+
+
+class ProcessWatchdog:
+    """Watches one server process, and ends this process with code 1 if the server dies.
+
+    The watching is done on a daemon thread, woken by the kernel at the death of the server. At a normal end of this
+    process (return, `sys.exit`, exception) the watchdog disarms itself first and then stops a server that it launched.
+
+    `name` stands in reports and log lines. `poll_interval` (seconds) is how often handles are polled that offer nothing
+    better. An end with one of `expected_exit_codes` never aborts: one INFO line, and a WARNING if this process still
+    runs, armed, `signal_grace` seconds later; `()` makes every end abnormal. `on_death` is what happens once the report
+    of an abnormal death is logged: None means `watchdog.abort.abort`, or `watchdog.abort.interrupt` in an interactive
+    session; a callable gets the `Death` once, on the watch thread, in place of the abort, and if it raises the abort
+    follows. An end by SIGTERM, SIGINT or SIGHUP (or with the codes 129, 130, 143) is acted on `signal_grace` seconds
+    later, unless the watchdog was disarmed by then: a signal meant for the job may reach the server first.
+
+    Forked, pickled and deep-copied copies of the object are inert. Raises ValueError or TypeError for bad arguments.
+    Alive is not well: a server that hangs, or is stopped, is none of its business.
+    """
+
+    def __init__(
+        self,
+        name: str = "server",
+        *,
+        poll_interval: float = 1.0,
+        expected_exit_codes: Iterable[int] = (0,),
+        on_death: Optional[Callable[[Death], object]] = None,
+        signal_grace: float = 5.0,
+    ) -> None:
+        if on_death is not None and not callable(on_death):
+            raise TypeError(f"on_death must be callable or None, not {on_death!r}")
+        self.name = printable("name", name)
+        self._settings = Settings(
+            poll_interval=seconds("poll_interval", poll_interval, zero=False),
+            expected_exit_codes=exit_codes("expected_exit_codes", expected_exit_codes),
+            on_death=None if on_death is abort else on_death,
+            signal_grace=seconds("signal_grace", signal_grace),
+        )
+        self._owner: int | None = os.getpid()
+        # Re-entrant, so that a signal handler that launches while its thread is launching gets an error, not a deadlock.
+        self._lock = threading.RLock()
+        self._starting: StopEvent | None = None
+        self._watch: Watch | None = None
+        self._process: Any = None
+        self._what: object = None
+
+    def launch(
+        self,
+        target: Callable[..., object],
+        args: Iterable[Any] = (),
+        kwargs: Optional[Mapping[str, Any]] = None,
+        *,
+        context: Any = None,
+        local_rank: Optional[int] = 0,
+        daemon: bool = True,
+    ) -> Optional[Process]:
+        """Start `target(*args, **kwargs)` in a process of its own and watch it; returns its Process handle.
+
+        Only where the local rank (`LOCAL_RANK`, else `SLURM_LOCALID`, else `OMPI_COMM_WORLD_LOCAL_RANK`, else 0) equals
+        `local_rank`; None starts it everywhere. Elsewhere, in a copy of the watchdog, and in a child of the process that
+        owns a server of this name, nothing starts and None is returned.
+
+        While the server lives, another call returns the same handle and starts nothing. It returns once the process
+        exists and does not wait for the target. `context` is a start method's name or a multiprocessing context.
+        `terminate()` on the handle is an orderly end and disarms; `kill()` is not and does not.
+
+        Raises ValueError for a bad local rank or start method, TypeError for a target that cannot be called,
+        RuntimeError in a daemonic process, under a name that another watchdog's living server has, or while something
+        else is watched; and whatever the start method raises. Nothing is left running then.
+        """
+        if not callable(target):
+            raise TypeError(f"target must be callable, not {target!r}")
+        if isinstance(args, (str, bytes)):
+            raise TypeError(f"args must be a sequence of arguments, not {args!r}")
+        call = Call(target, tuple(args), dict(kwargs or {}))
+        context = start_context(context)
+
+        def start(record: Record) -> Process:
+            if getattr(multiprocessing.current_process(), "daemon", False):
+                raise RuntimeError(f"{self.name}: this process is daemonic, and daemonic processes cannot have children")
+            process: Process = context.Process(target=serve, args=(record, call), name=self.name, daemon=daemon)
+            process.start()
+            return process
+
+        handle: Optional[Process] = self._launch(start, target, local_rank)
+        return handle
+
+    def launch_command(
+        self,
+        argv: Sequence[Argument],
+        *,
+        local_rank: Optional[int] = 0,
+        env: Optional[Mapping[str, str]] = None,
+        cwd: Optional[Union[str, "os.PathLike[str]"]] = None,
+    ) -> Optional["subprocess.Popen[bytes]"]:
+        """Start the program `argv` and watch it; returns its Popen handle, or None as `launch` does.
+
+        Its stdin is /dev/null; `env` replaces the environment (None: ours), `cwd` the working directory (None: ours).
+        Raises what `launch` and `subprocess.Popen` raise: FileNotFoundError for a missing program, for one.
+        """
+        if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
+            raise TypeError(f"argv must be a sequence of strings, not {argv!r}")
+        if not argv:
+            raise ValueError("argv must not be empty: []")
+        environment = dict(os.environ if env is None else env)
+        # A server that uses torchelastic's @record would write its own failure over that of its rank.
+        environment.pop("TORCHELASTIC_ERROR_FILE", None)
+
+        def start(record: Record) -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
+
+        handle: Optional["subprocess.Popen[bytes]"] = self._launch(start, tuple(argv), local_rank)
+        return handle
+
+    def watch(self, process: Any) -> None:
+        """Watch a process that somebody else started. It is never signalled by us, only disarmed from.
+
+        `process` is a `multiprocessing.Process`, `subprocess.Popen`, `psutil.Process` or `psutil.Popen`, or any object with
+        `is_alive()` and `exitcode` (or `poll()` and `returncode`), which is polled every `poll_interval` seconds. One
+        that is dead already is reported at once. Raises RuntimeError while armed, TypeError for a handle with neither
+        interface, ValueError for a process that was never started or belongs to another process.
+        """
+        if self._owner != os.getpid():
+            notify(logging.DEBUG, f"{self.name}: a copy of a watchdog watches nothing")
+            return
+        _refuse_patched_threads()
+        with self._lock:
+            if self._watch is not None and self._watch.lives and (self.armed or self._watch.launched):
+                raise RuntimeError(f"{self.name}: watches {self._process!r} already")
+            handle = open_handle(process)
+            stop = StopEvent(Record())
+            self._adopt(Watch(self.name, handle, stop, self._settings_now(), launched=False), process, None)
+
+    def disarm(self) -> None:
+        """From now on no death aborts. Idempotent; safe from any thread and from a signal handler."""
+        if self._owner != os.getpid():
+            return
+        starting, current = self._starting, self._watch
+        if starting is not None:
+            starting.set()
+        if current is not None:
+            current.stop.set()
+
+    def stop(self, timeout: float = STOP_TIMEOUT) -> Optional[int]:
+        """Disarm, then end a server that we launched: SIGTERM, `timeout` seconds, SIGKILL.
+
+        Returns its exit code as multiprocessing has it (negative for a signal); None if there is none: nothing was
+        launched, the status was taken by somebody else, or the process lives (an adopted one is only disarmed from; one
+        that is uninterruptible in the kernel is named in a WARNING). Safe from any thread and from a signal handler.
+        """
+        timeout = seconds("timeout", timeout)
+        if self._owner != os.getpid():
+            return None
+        self.disarm()
+        current = self._watch
+        if current is None:
+            return None
+        if current.launched:
+            stop_servers([current], timeout)
+            rank.unmark_owner(self.name)
+        status = current.handle.poll()
+        return None if status is None else Death(self.name, None, status).exitcode
+
+    def __enter__(self) -> "ProcessWatchdog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @property
+    def process(self) -> Any:
+        """The handle that is watched, or was last; None if there is none."""
+        return self._process
+
+    @property
+    def armed(self) -> bool:
+        """True while a death would be acted on."""
+        current = self._watch
+        return current is not None and self._owner == os.getpid() and current.armed
+
+    @property
+    def death(self) -> Optional[Death]:
+        """How the server ended, as far as that was seen while armed; None if it lives."""
+        return None if self._watch is None else self._watch.death
+
+    @property
+    def lives(self) -> bool:
+        """True while a server that this watchdog launched is there, or is being started."""
+        current = self._watch
+        return self._starting is not None or (current is not None and current.launched and current.lives)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Locks, threads and descriptors stay behind, and so does a callback that may not be picklable.
+        return {"name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["name"])  # type: ignore[misc]
+        self._owner = None  # inert
+
+    def _launch(self, start: Callable[[Record], Any], what: object, local_rank: Optional[int]) -> Any:
+        own_rank = rank.local_rank()
+        if local_rank is not None and natural("local_rank", local_rank) != own_rank:
+            return None
+        if self._owner != os.getpid():
+            notify(logging.DEBUG, f"{self.name}: not launched: this is a copy of the watchdog that may")
+            return None
+        above = rank.owner_above(self.name)
+        if above is not None:
+            _refuse_missing_main_guard(self.name)
+            notify(logging.DEBUG, f"{self.name}: not launched: {above}")
+            return None
+        _refuse_patched_threads()
+        with self._lock:
+            if self._starting is not None:
+                raise RuntimeError(f"{self.name}: launch was called from within launch")
+            if self._watch is not None and self._watch.lives:
+                return self._living(what)
+            self._starting = StopEvent(Record())
+            try:
+                return self._start(start, self._starting, what)
+            finally:
+                self._starting = None
+
+    def _living(self, what: object) -> Any:
+        if self._watch is None or not self._watch.launched:
+            raise RuntimeError(f"{self.name}: watches {self._process!r} already")
+        if what != self._what:
+            notify(
+                logging.WARNING,
+                f"{self.name}: {what!r} is not launched, since {self._what!r} (pid {self._process.pid}) lives",
+            )
+        return self._process
+
+    def _start(self, start: Callable[[Record], Any], stop: StopEvent, what: object) -> Any:
+        if self._watch is not None:
+            self._watch.stop.set()  # a former server's: no word about its end any more
+        reserve_name(self.name, self)
+        process = None
+        try:
+            install_hooks()
+            rank.mark_owner(self.name)
+            process = start(stop.record)
+            handle = ProcessHandle(process, process.pid)
+            # A command runs nothing of ours, and so says nothing of itself.
+            record = stop.record if isinstance(process, Process) else None
+            ours = Watch(self.name, handle, stop, self._settings_now(), launched=True, record=record)
+            _disarm_on_terminate(process, stop)
+            self._adopt(ours, process, what)
+        except BaseException:
+            _break_off(stop.record, process)
+            rank.unmark_owner(self.name)
+            raise
+        if stop.is_set():
+            stop_servers([ours], STOP_TIMEOUT)  # stop() was called, in a signal handler, while we started
+        return process
+
+    def _adopt(self, new: Watch, process: Any, what: object) -> None:
+        new.start()
+        self._watch, self._process, self._what = new, process, what
+
+    def _settings_now(self) -> Settings:
+        if self._settings.on_death is None and (hasattr(sys, "ps1") or sys.flags.interactive):
+            return replace(self._settings, on_death=interrupt)  # a session is not ended under its user's hands
+        return self._settings
+
+
+def _disarm_on_terminate(process: Any, stop: StopEvent) -> None:
+    """Make `terminate()` on the handle an orderly end. On the object, since multiprocessing pickles the class by name."""
+    terminate = process.terminate
+
+    def disarm_and_terminate() -> None:
+        stop.set()
+        terminate()
+
+    process.terminate = disarm_and_terminate
+
+
+def _break_off(record: Record, process: Any) -> None:
+    """Leave nothing running of a launch that failed half-way."""
+    # A child that we have no handle of (a signal handler raised between its start and our next line) reads this before
+    # it enters its target, and has written its pid before it reads.
+    record.request_stop()
+    pid = record.pid if process is None else process.pid
+    if pid is not None:
+        handle = ProcessHandle(process, pid)
+        handle.send_signal(signal.SIGKILL)
+        handle.wait(2.0)
+        handle.reap()
+
+
+def _refuse_missing_main_guard(name: str) -> None:
+    """In the server itself, which imports the main script anew: going on would run the training there."""
+    current = multiprocessing.process.current_process()
+    if current.name == name and getattr(current, "_inheriting", False):
+        raise RuntimeError(
+            f"{name}: launch was reached while the server's process imported the main script; "
+            "put the script's body under: if __name__ == '__main__':"
+        )
+
+
+def _refuse_patched_threads() -> None:
+    if not isinstance(_thread.start_new_thread, types.BuiltinFunctionType):
+        raise RuntimeError(
+            "threads are replaced in this process (gevent or eventlet monkey patching), and a green thread "
+            "would not notice a death while another one blocks: launch before patching, or exclude thread"
+        )

@@ -1,0 +1,78 @@
+"""Which process may launch: the local rank, and the mark that an owner leaves for its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from multiprocessing import process as _process
+
+from watchdog import linux
+
+__all__ = ["local_rank", "mark_owner", "owner_above", "unmark_owner"]
+
+_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_MARK = "SIDECAR_WATCHDOG_OWNERS"  # JSON: {name: [pid, start time, torchelastic run id]}
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+
+
+def local_rank() -> int:
+    """The local rank of this process: the first variable that is set, else 0.
+
+    `''` and `-1` ("not distributed") count as unset; blanks around a number are of no matter. Raises ValueError for
+    anything else that is no decimal integer.
+    """
+    for variable in _VARIABLES:
+        value = os.environ.get(variable, "").strip()
+        if value in ("", "-1"):
+            continue
+        if not re.fullmatch("[0-9]+", value):
+            raise ValueError(f"{variable}={os.environ[variable]!r} is no local rank: a decimal integer is expected")
+        return int(value)
+    return 0
+
+
+def mark_owner(name: str) -> None:
+    """Tell the children of this process, through the environment, that it owns the server `name`."""
+    owners = _owners()
+    owners[name] = [os.getpid(), linux.start_time(os.getpid()), os.environ.get(_RUN_ID)]
+    os.environ[_MARK] = json.dumps(owners)
+
+
+def unmark_owner(name: str) -> None:
+    """Take the mark back, if it is ours."""
+    owners = _owners()
+    if name in owners and owners[name][0] == os.getpid():
+        del owners[name]
+        os.environ[_MARK] = json.dumps(owners)
+        if not owners:
+            del os.environ[_MARK]
+
+
+def owner_above(name: str) -> str | None:
+    """Why this process is to leave the server `name` to the process that it comes from; None if it may launch.
+
+    A DataLoader worker that runs the training script again must start nothing. The mark counts while its owner lives,
+    and in the same torchelastic run.
+    """
+    owner = _owners().get(name)
+    if owner is not None:
+        pid, start_time, run_id = owner
+        if pid != os.getpid() and run_id == os.environ.get(_RUN_ID) and linux.exists(pid, start_time):
+            return f"process {pid} owns it"
+    if getattr(_process.current_process(), "_inheriting", False):
+        # A child of multiprocessing that is importing the main script: whoever started it ran this line before.
+        return "this is a child process that imports the main script"
+    return None
+
+
+def _owners() -> dict[str, list[object]]:
+    try:
+        owners = json.loads(os.environ.get(_MARK, "{}"))
+        return {
+            name: entry
+            for name, entry in owners.items()
+            if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int)
+        }
+    except (ValueError, AttributeError):
+        return {}  # not written by us

@@ -1,0 +1,130 @@
+"""The page of memory that a rank and its server share, and the stop Event that lives in it.
+
+It carries what the server says of itself before and after its target runs (its pid, how far it came, its last
+traceback), so that the rank can still read it once the server is dead. It survives a server that closes all its
+descriptors, and nothing in it is a lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import Any
+
+from watchdog import linux
+
+__all__ = ["Record", "StopEvent"]
+
+_SIZE = 64 * 1024  # bytes; untouched pages cost nothing
+_STOP, _ENTERED = 0, 1  # one byte each
+_IDENTITY = struct.Struct("=II")  # the server's pid and session id, written by itself
+_IDENTITY_AT = 8
+_LENGTH = struct.Struct("=I")
+_LENGTH_AT = 16
+_TEXT_AT = 64
+_TEXT_SIZE = _SIZE - _TEXT_AT
+
+
+class Record:
+    """One server's page. Made by the rank; a spawned server gets it by pickling, a forked one by inheritance."""
+
+    def __init__(self) -> None:
+        self._memfd = linux.memfd("sidecar-watchdog", _SIZE)
+        # Without memfd the page still serves within the rank and in forked servers.
+        self._map = mmap.mmap(-1 if self._memfd is None else self._memfd.number, _SIZE)
+
+    def __getstate__(self) -> Any:
+        if self._memfd is None:
+            return None
+        from multiprocessing.reduction import DupFd
+
+        return DupFd(self._memfd.number)
+
+    def __setstate__(self, state: Any) -> None:
+        self._memfd = None
+        number = -1 if state is None else state.detach()
+        self._map = mmap.mmap(number, _SIZE)
+        if number >= 0:
+            os.close(number)
+
+    def request_stop(self) -> None:
+        self._map[_STOP] = 1
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._map[_STOP] != 0
+
+    def enter(self) -> None:
+        """Written by the server when its target is about to run."""
+        self._map[_ENTERED] = 1
+
+    @property
+    def entered(self) -> bool:
+        return self._map[_ENTERED] != 0
+
+    def identify(self) -> None:
+        """Written by the server as its first act."""
+        _IDENTITY.pack_into(self._map, _IDENTITY_AT, os.getpid(), os.getsid(0))
+
+    @property
+    def pid(self) -> int | None:
+        """The server's own pid; None as long as it has not run a line of ours."""
+        pid: int = _IDENTITY.unpack_from(self._map, _IDENTITY_AT)[0]
+        return pid or None
+
+    def write_traceback(self, text: str) -> None:
+        """Keep `text`; of a very long one the beginning and the end."""
+        data = text.encode("utf-8", "backslashreplace")
+        if len(data) > _TEXT_SIZE:
+            half = _TEXT_SIZE // 2 - 16
+            data = data[:half] + b"\n  [...]\n" + data[-half:]
+        self._map[_TEXT_AT : _TEXT_AT + len(data)] = data
+        # The length comes last: a reader sees all of the text or none of it.
+        _LENGTH.pack_into(self._map, _LENGTH_AT, len(data))
+
+    @property
+    def traceback(self) -> str | None:
+        length: int = _LENGTH.unpack_from(self._map, _LENGTH_AT)[0]
+        data = self._map[_TEXT_AT : _TEXT_AT + min(length, _TEXT_SIZE)]
+        return data.decode("utf-8", "replace") if data else None
+
+
+class StopEvent:
+    """Says that no death aborts any more, and wakes the watch thread.
+
+    No `threading.Event`: its `set()` takes a lock and can hang in a signal handler that interrupted another `set()`.
+    Here it is a plain store and one write that never blocks. A forked copy cannot set it.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._owner = os.getpid()
+        reader, writer = os.pipe()
+        self.reader, self._writer = linux.Fd(reader), linux.Fd(writer)
+        os.set_blocking(writer, False)
+
+    def set(self) -> None:
+        """Idempotent; safe from any thread and from a signal handler."""
+        if os.getpid() != self._owner:
+            return
+        self.record.request_stop()
+        try:
+            os.write(self._writer.number, b"\0")
+        except OSError:
+            pass  # full: the thread has its wake-up already; closed by others: it looks at the flag on its next beat
+
+    def is_set(self) -> bool:
+        return self.record.stop_requested
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep for `timeout` seconds or until it is set, in slices of a second in case the pipe was closed by others."""
+        from time import monotonic
+
+        deadline = monotonic() + timeout
+        while not self.is_set():
+            left = deadline - monotonic()
+            if left <= 0:
+                break
+            linux.wait_readable((self.reader,), min(left, 1.0))
+        return self.is_set()

@@ -1,0 +1,80 @@
+"""What runs in a launched server before its target: the server's side of a launch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import traceback
+from typing import Any, Callable
+
+from watchdog.record import Record
+
+__all__ = ["Call", "serve"]
+
+
+class Call:
+    """A target with its arguments that a spawned server unpickles only once our code runs there.
+
+    So an import error in the target's module, or an attribute that is not there, is caught with its traceback, and
+    does not end the interpreter before anybody could keep it.
+    """
+
+    def __init__(self, target: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._parts = (target, args, kwargs)
+
+    def __getstate__(self) -> bytes:
+        from multiprocessing.reduction import ForkingPickler
+
+        # Called while the start method pickles us, so queues and locks among the arguments are allowed.
+        return bytes(ForkingPickler.dumps(self._parts))
+
+    def __setstate__(self, state: bytes) -> None:
+        self._pickled = state
+
+    def load(self) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
+        if not hasattr(self, "_parts"):
+            self._parts = pickle.loads(self._pickled)
+            del self._pickled
+        return self._parts
+
+
+def serve(record: Record, call: Call) -> None:
+    """Run the target; whatever it raises is kept in `record`, and then goes its normal way."""
+    record.identify()
+    if record.stop_requested:
+        return  # the launch was broken off between our birth and our first line
+    try:
+        _forget_the_rank()
+        target, args, kwargs = call.load()
+        record.enter()
+        target(*args, **kwargs)
+    except KeyboardInterrupt:
+        # Ctrl-C reaches rank and server in any order. 130 lets the rank tell it from a crash; multiprocessing's 1 does not.
+        raise SystemExit(130) from None
+    except SystemExit as error:
+        # sys.exit("text") is a failure with code 1 and a message; a number is the target's own choice.
+        if error.code is not None and not isinstance(error.code, int):
+            _keep(record, error)
+        raise
+    except BaseException as error:
+        _keep(record, error)
+        raise
+
+
+def _keep(record: Record, error: BaseException) -> None:
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without our own frame
+    record.write_traceback("".join(traceback.format_exception(type(error), error, trace)))
+
+
+def _forget_the_rank() -> None:
+    """Undo what a server inherits from its rank and must not keep."""
+    # A server that uses torchelastic's @record would write its own failure over that of its rank.
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    # The rank's Python handlers: one that swallows SIGTERM would make the server survive its stop. What the rank
+    # ignores stays ignored, as it would across exec.
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

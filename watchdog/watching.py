@@ -1,0 +1,290 @@
+"""The watch thread: one loop with three outcomes (alive, expected end, abnormal end), for every kind of handle."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Callable, Optional, Protocol
+
+from watchdog import linux
+from watchdog.abort import abort, arm_dead_man, before_leaving, notify, report, run_bounded
+from watchdog.death import Death, Exited, Signalled, Status
+from watchdog.diagnosis import Evidence, diagnose
+from watchdog.handles import Handle, ProcessHandle
+from watchdog.record import Record, StopEvent
+
+__all__ = ["STOP_TIMEOUT", "Settings", "Watch", "install_hooks", "reserve_name", "stop_servers"]
+
+OnDeath = Callable[[Death], object]
+
+# Ends that a shutdown of the whole job may have caused: by these signals, or by the codes that shells make of them.
+_SHUTDOWN_SIGNALS = frozenset({1, 2, 15})  # HUP, INT, TERM
+_SHUTDOWN_CODES = frozenset({129, 130, 143})
+STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL, by default and at the end of the interpreter
+_STOP_IN_ABORT = 0.3  # seconds
+_EVIDENCE_BOUND = 0.3  # seconds
+_AFTER_SIGKILL = 2.0  # seconds
+_TOGETHER = 0.02  # seconds in which the deaths of several servers count as one event
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a watchdog was told at its construction. `on_death` None stands for the abort."""
+
+    poll_interval: float
+    expected_exit_codes: frozenset[int]
+    on_death: Optional[OnDeath]
+    signal_grace: float
+
+
+class Owner(Protocol):
+    @property
+    def lives(self) -> bool: ...
+
+
+class _Registry:
+    """What this process watches. A forked copy starts with an empty one."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        self.owners: dict[str, Owner] = {}  # who launches under a name
+        # Held from the moment a death is going to abort: the process ends once, with one report.
+        self.aborting = threading.Lock()
+        self.hooked = False
+
+
+_registry = _Registry()
+_fork_hook_installed = False
+
+
+def _forget() -> None:
+    """In a forked child: nothing the parent watches is ours. Takes no lock and logs nothing."""
+    global _registry
+    for watch in _registry.watches:
+        watch.handle.disown()
+    _registry = _Registry()
+
+
+def reserve_name(name: str, owner: Owner) -> None:
+    """One living server a name: raises RuntimeError if another owner has launched one under it."""
+    other = _registry.owners.setdefault(name, owner)
+    if other is not owner and other.lives:
+        raise RuntimeError(f"another watchdog has launched a server named {name!r}, and it lives")
+    _registry.owners[name] = owner
+
+
+def install_hooks() -> None:
+    """See to it, once a process, that a normal end disarms first, and that forked copies are inert.
+
+    Both hooks are needed: atexit comes first in a main process; in a child of multiprocessing it comes too late or, up
+    to Python 3.12 under fork, never, while the finalizer runs before multiprocessing terminates daemonic children.
+    """
+    global _fork_hook_installed
+    if not _registry.hooked:
+        _registry.hooked = True
+        atexit.register(_end_of_interpreter)
+        multiprocessing.util.Finalize(None, _end_of_interpreter, exitpriority=100)
+        before_leaving(_stop_the_living)
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _end_of_interpreter() -> None:
+    """Idempotent: first every watch is disarmed, then every server that we launched is stopped."""
+    watches = list(_registry.watches)
+    for watch in watches:
+        watch.stop.set()
+    stop_servers([watch for watch in watches if watch.launched], STOP_TIMEOUT)
+
+
+def _stop_the_living() -> None:
+    """An abort leaves no server behind, as far as its two seconds allow."""
+    watches = [watch for watch in _registry.watches if watch.launched]
+    stop_servers(watches, _STOP_IN_ABORT)
+
+
+def stop_servers(watches: list[Watch], timeout: float) -> None:
+    """SIGTERM to all that live, `timeout` seconds for all together, SIGKILL to the rest. Starts no thread.
+
+    One that outlives even SIGKILL by two seconds (uninterruptible in the kernel) is named in a WARNING and left.
+    """
+    handles = [watch.handle for watch in watches if isinstance(watch.handle, ProcessHandle)]
+    for number, patience in ((signal.SIGTERM, timeout), (signal.SIGKILL, _AFTER_SIGKILL)):
+        deadline = time.monotonic() + patience
+        signalled = []
+        for handle in handles:
+            with suppress(OSError):
+                if handle.send_signal(number):
+                    signalled.append(handle)
+        for handle in signalled:
+            handle.wait(max(0.0, deadline - time.monotonic()))
+    for watch in watches:
+        if watch.handle.poll() is None:
+            notify(logging.WARNING, f"{watch.name} (pid {watch.handle.pid}) outlived SIGKILL and is left alone")
+        else:
+            watch.reap()
+        watch.close()
+
+
+class Watch:
+    """One server under watch, from its launch (or adoption) to its end."""
+
+    def __init__(
+        self, name: str, handle: Handle, stop: StopEvent, settings: Settings, *, launched: bool, record: Record | None = None
+    ) -> None:
+        self.name = name
+        self.handle = handle
+        self.stop = stop
+        self.settings = settings
+        self.launched = launched
+        self._record = record  # what the server says of itself; None where nothing of ours runs in it
+        self.death: Death | None = None
+        self.over = False  # the server is gone, and what had to be done about it was done
+        self._since = time.monotonic()
+
+    def start(self) -> None:
+        """Raises RuntimeError if the system has no thread left."""
+        thread = threading.Thread(target=self._run, name=f"watchdog-{self.name}", daemon=True)
+        _registry.watches.append(self)
+        try:
+            thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nothing more will come of it. Idempotent."""
+        self.over = True
+        with suppress(ValueError):
+            _registry.watches.remove(self)
+
+    @property
+    def armed(self) -> bool:
+        return not self.over and not self.stop.is_set()
+
+    @property
+    def lives(self) -> bool:
+        """Whether the server is there, or its death has yet to be dealt with."""
+        return not self.over and (self.armed or self.handle.poll() is None)
+
+    def reap(self) -> None:
+        if self.launched and isinstance(self.handle, ProcessHandle):
+            self.handle.reap()
+
+    def _run(self) -> None:
+        troubled = False
+        while not self.stop.is_set():
+            try:
+                status = self.handle.poll()
+                if status is not None:
+                    self._end(status)
+                    return
+                self._sleep()
+            except Exception as error:
+                # One failed look, or a hundred, is no death and no reason to stop looking.
+                if not troubled:
+                    notify(logging.WARNING, f"{self.name}: watching failed and goes on: {error!r}")
+                troubled = True
+                self.stop.wait(self.settings.poll_interval)
+
+    def _sleep(self) -> None:
+        pidfd = self.handle.pidfd
+        before = time.monotonic()
+        fds = (self.stop.reader,) if pidfd is None else (self.stop.reader, pidfd)
+        linux.wait_readable(fds, self.settings.poll_interval)
+        if time.monotonic() - before < 0.001 and self.handle.poll() is None and not self.stop.is_set():
+            # Woken for nothing: a descriptor was closed by others and its number belongs to a file with data.
+            time.sleep(min(0.05, self.settings.poll_interval))
+
+    def _end(self, status: Status) -> None:
+        uptime = time.monotonic() - self._since
+        if self.stop.is_set():
+            return  # disarmed before it died
+        if _exitcode(status) in self.settings.expected_exit_codes:
+            self._expected(status, uptime)
+        elif not (_is_shutdown(status) and self.stop.wait(self.settings.signal_grace)):
+            self._abnormal(status, uptime)
+
+    def _expected(self, status: Status, uptime: float) -> None:
+        self.death = self._diagnose(status, uptime)
+        self.reap()
+        self.over = True
+        who = f"{self.name} (pid {self.handle.pid})"
+        notify(logging.INFO, f"{who} {status} after {uptime:.1f} s, as expected")
+        # A server that ends just before its rank makes no noise; one that left too early is seen.
+        if not self.stop.wait(self.settings.signal_grace):
+            notify(logging.WARNING, f"{who} {status} while still watched, after {uptime:.1f} s")
+        self.close()
+
+    def _abnormal(self, status: Status, uptime: float) -> None:
+        on_death = self.settings.on_death
+        if on_death is None:
+            if _registry.aborting.acquire(blocking=False):  # else the process is on its way out already
+                arm_dead_man()
+                abort(self._collect(status, uptime, with_others=True))
+            return
+        self.death = self._collect(status, uptime, with_others=False)
+        report(self.death)
+        self.close()
+        try:
+            on_death(self.death)
+        except BaseException as error:
+            # A SystemExit would only end this thread, and nobody would have dealt with the death.
+            notify(logging.ERROR, f"{self.name}: on_death raised {error!r}; the abort follows")
+            abort(self.death)
+
+    def _collect(self, status: Status, uptime: float, *, with_others: bool) -> Death:
+        """The death with its evidence, or without where collecting it fails or blocks."""
+        deaths: list[Death] = []
+
+        def collect() -> None:
+            death = self._diagnose(status, uptime)
+            deaths.append(death)
+            if with_others:
+                deaths.append(replace(death, others=self._others()))
+
+        run_bounded([self.reap, collect], _EVIDENCE_BOUND)
+        return deaths[-1] if deaths else Death(self.name, self.handle.pid, status, uptime)
+
+    def _diagnose(self, status: Status, uptime: float) -> Death:
+        evidence = Evidence(loss=self.handle.loss)
+        if self._record is not None:
+            evidence = replace(evidence, traceback=self._record.traceback, entered=self._record.entered)
+        return diagnose(self.name, self.handle.pid, status, uptime, evidence)
+
+    def _others(self) -> tuple[Death, ...]:
+        """The abnormal deaths of other watched servers at the same moment."""
+        others = [watch for watch in list(_registry.watches) if watch is not self and watch.armed]
+        deadline = time.monotonic() + _TOGETHER
+        deaths: list[Death] = []
+        while others:
+            for watch in list(others):
+                status = watch.handle.poll()
+                if status is None:
+                    continue
+                others.remove(watch)
+                if _exitcode(status) not in watch.settings.expected_exit_codes:
+                    deaths.append(watch._diagnose(status, time.monotonic() - watch._since))
+                    watch.reap()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        return tuple(deaths)
+
+
+def _exitcode(status: Status) -> int | None:
+    return Death("", None, status).exitcode
+
+
+def _is_shutdown(status: Status) -> bool:
+    if isinstance(status, Signalled):
+        return status.signal in _SHUTDOWN_SIGNALS
+    return isinstance(status, Exited) and status.code in _SHUTDOWN_CODES
