@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
+import sys
 import traceback
 from typing import Any, Callable
 
@@ -78,3 +80,23 @@ def _forget_the_rank() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    _fresh_streams()
+
+
+def _fresh_streams() -> None:
+    """Give a forked server stdout and stderr whose locks nobody holds.
+
+    Another thread of the rank may have been writing at the moment of the fork. The buffer's lock is then taken for ever
+    in the copy, and the server would hang at its first line or at its end. The text layer is set up anew in place,
+    so that logging handlers which hold it go on working; what the rank had buffered is the rank's to write.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if type(stream) is not io.TextIOWrapper or type(stream.buffer) is not io.BufferedWriter:
+            continue  # replaced by the user, or unbuffered
+        _abandoned.append(stream.buffer)
+        raw = io.FileIO(stream.fileno(), "w", closefd=False)
+        settings = (stream.encoding, stream.errors, "\n", stream.line_buffering, stream.write_through)
+        stream.__init__(io.BufferedWriter(raw), *settings)  # type: ignore[misc]
+
+
+_abandoned: list[object] = []  # closing a buffer takes its lock, so these are never let go
