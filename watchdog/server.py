@@ -44,10 +44,11 @@ class Call:
 def serve(record: Record, call: Call) -> None:
     """Run the target; whatever it raises is kept in `record`, and then goes its normal way."""
     record.identify()
-    if record.stop_requested:
-        return  # the launch was broken off between our birth and our first line
     try:
         _forget_the_rank()
+        if record.stop_requested:
+            # The launch was broken off, or stop() was called, between our birth and this line.
+            os.kill(os.getpid(), signal.SIGTERM)
         target, args, kwargs = call.load()
         record.enter()
         target(*args, **kwargs)
