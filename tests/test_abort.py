@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import textwrap
 import time
 
 import pytest
@@ -61,8 +63,6 @@ BREAKERS = {
 @pytest.mark.parametrize("how", BREAKERS)
 def test_the_rank_leaves_and_says_so_whatever_breaks_the_report(rank, how):
     """A9, T14, T15: code 1 within the bound, and the report at least raw on fd 2."""
-    import textwrap
-
     after_launch = "threading.Thread.start = patched" if how == "no more threads" else "pass"
     script = f"""
 if __name__ == "__main__":
@@ -265,8 +265,6 @@ def test_the_event_goes_with_the_record(rank):
             block_in_c()
         """
     )
-    import json
-
     name, level, event = run.expect("event ").split(" ", 2)
     assert run.wait() == 1
     assert (name, level) == ("watchdog.process", "ERROR")

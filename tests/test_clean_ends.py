@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import textwrap
 import time
 
+import harness
 import pytest
 
 METHODS = ("fork", "spawn", "forkserver")
@@ -36,8 +39,6 @@ ENDS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_normal_end_is_silent(rank, method, how):
     """C: no report, the rank's own exit code, nothing left."""
-    import textwrap
-
     code, expected = ENDS[how]
     run = rank(
         f"""
@@ -126,8 +127,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("outer", ["fork", "spawn"])
 def test_disarming_by_atexit_alone_kills_such_a_rank(rank, outer):
     """Negative control for T1: up to Python 3.12 the finalizer is what saves it."""
-    import sys
-
     if sys.version_info >= (3, 13):
         pytest.skip("since Python 3.13 a child of multiprocessing runs atexit before it ends its daemons")
     naive = "import multiprocessing.util, watchdog.watching\nmultiprocessing.util.Finalize = lambda *a, **k: None\n"
@@ -398,5 +397,6 @@ def test_a_signal_to_the_rank_keeps_its_meaning(rank):
     run.expect("armed")
     run.server()
     os.kill(run.pid, signal.SIGTERM)
-    assert run.wait() == -signal.SIGTERM
+    assert run.process.wait(harness.DEADLOCK) == -signal.SIGTERM
+    run.end()
     assert not run.reports()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
@@ -176,8 +177,6 @@ def test_a_killed_server_ends_a_blocked_rank(rank, method):
     )
     pid = run.server()
     assert pid == int(run.expect("handle "))
-    import os
-
     os.kill(pid, signal.SIGKILL)
     assert run.wait() == 1
     assert run.reports() == [line for line in run.stderr.splitlines() if line.startswith("ERROR watchdog.process sampler")]
@@ -202,8 +201,6 @@ def test_without_a_watchdog_the_rank_hangs(rank):
             block_in_c()
         """
     )
-    import os
-
     os.kill(run.server(), signal.SIGKILL)
     run.expect("dead")
     assert run.process.poll() is None

@@ -119,11 +119,11 @@ class ProcessHandle(Handle):
         """The status of a dead process, from whoever still has it."""
         deadline = time.monotonic() + _STATUS_PATIENCE
         while True:
-            status = self._kernel_status() or self._own_status()
+            status = self._kernel_status() or _stored_status(self.process)
             if status is not None:
                 return status
             if time.monotonic() > deadline:
-                return Lost()
+                return self._ask_fork_server()
             time.sleep(0.001)
 
     def _kernel_status(self) -> Exited | Signalled | None:
@@ -135,9 +135,16 @@ class ProcessHandle(Handle):
                 return status
         return linux.zombie_status(self.pid, self._start_time)
 
-    def _own_status(self) -> Status | None:
-        """What the handle itself has stored. Only stored values are read: asking it would take the status or race for it."""
-        return _stored_status(self.process)
+    def _ask_fork_server(self) -> Status:
+        """The code that a fork server sent and nobody read yet, stored in the handle as if its owner had asked.
+
+        Other handles are not asked: it would take the status or race for it. Here the race is with a user's join()
+        alone, which had its time to win.
+        """
+        if isinstance(self.process, BaseProcess) and _is_forkserver(self.process):
+            with suppress(Exception):
+                self.process._popen.poll()
+        return _stored_status(self.process) or Lost()
 
     @property
     def loss(self) -> str:
