@@ -67,10 +67,11 @@ def chained() -> None:
         raise RuntimeError("cannot load the graph") from error
 
 
-def show_handlers() -> None:
+def show_handlers(path: str) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     sys.stdout.write(f"handlers {[signal.getsignal(number) for number in numbers]}\n")
     hello()
+    open(path, "w").close()
     time.sleep(60)
 
 

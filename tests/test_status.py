@@ -169,7 +169,7 @@ def test_a_users_join_is_not_disturbed(rank):
                 process.join()
                 if process.exitcode != 3 or process.is_alive():
                     wrong.append((process.exitcode, process.is_alive()))
-                until(lambda: not watchdog.lives)
+                until(lambda: not watchdog.armed)
             say("wrong", wrong)
         """
     )

@@ -1,8 +1,8 @@
 """sidecar-watchdog: when an auxiliary server dies, the job that waits for it ends at once, and says why.
 
-The floors, each importing only from those below it:
-process (the tool) - watch (the loop) - abort (the only way out) - server, rank, record, handles - diagnosis, linux -
-death, errors (values). Names are looked up when they are used, so that importing a module below costs no more than that.
+The floors, each importing only from those below it: process (the tool) - watching (the loop) - abort (the only way
+out), server (what runs in the server before its target) - handles, record, rank, diagnosis - linux (system calls) -
+death, errors, arguments (values). Nothing below needs this file.
 """
 
 from watchdog.abort import abort, interrupt

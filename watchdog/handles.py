@@ -67,6 +67,9 @@ class ProcessHandle(Handle):
         self.pid: int = pid
         self._start_time: int | None = None
         self._ended = ended
+        self._is_our_child = isinstance(process, subprocess.Popen) or (
+            isinstance(process, BaseProcess) and not _is_forkserver(process)
+        )
         if ended is None:
             self._open()
 
@@ -90,8 +93,9 @@ class ProcessHandle(Handle):
             if linux.peek_status(self.pidfd, self.pid) is not None:
                 return True
         except linux.NotOurChild:
-            # Somebody reaped it, or it never was ours (forkserver, psutil). Only a pidfd gets this answer, so readable is dead.
-            return linux.is_readable(self.pidfd)
+            # Somebody reaped it, or it never was ours (fork server, psutil). Only a pidfd gets this answer, so readable is
+            # dead. A pidfd on what should be our child and is not stands for a process that got the pid later.
+            return self._is_our_child or linux.is_readable(self.pidfd)
         except OSError:
             pass  # no pidfd any more: closed by others, its number perhaps reused
         else:
@@ -109,7 +113,9 @@ class ProcessHandle(Handle):
     def _is_dead_without_pidfd(self) -> bool:
         try:
             return linux.peek_status(None, self.pid) is not None
-        except (linux.NotOurChild, AttributeError):  # macOS has no os.waitid before Python 3.13
+        except linux.NotOurChild:
+            return self._is_our_child or not self._still_there()
+        except AttributeError:  # macOS has no os.waitid before Python 3.13
             return not self._still_there()
 
     def _still_there(self) -> bool:

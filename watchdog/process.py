@@ -27,7 +27,7 @@ from watchdog.death import Death
 from watchdog.handles import ProcessHandle, open_handle
 from watchdog.record import Record, StopEvent
 from watchdog.server import Call, serve
-from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, reserve_name, stop_servers
+from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, starting, stop_servers
 
 __all__ = ["ProcessWatchdog"]
 
@@ -105,8 +105,10 @@ class ProcessWatchdog:
         """
         if not callable(target):
             raise TypeError(f"target must be callable, not {target!r}")
-        if isinstance(args, (str, bytes)):
+        if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
             raise TypeError(f"args must be a sequence of arguments, not {args!r}")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs must be a mapping or None, not {kwargs!r}")
         call = Call(target, tuple(args), dict(kwargs or {}))
         context = start_context(context)
 
@@ -136,7 +138,12 @@ class ProcessWatchdog:
         if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
             raise TypeError(f"argv must be a sequence of strings, not {argv!r}")
         if not argv:
-            raise ValueError("argv must not be empty: []")
+            raise ValueError(f"argv must not be empty: {argv!r}")
+        for argument in argv:
+            if not isinstance(argument, (str, bytes, os.PathLike)):
+                raise TypeError(f"argv must hold strings or paths, not {argument!r}")
+        if env is not None and not isinstance(env, Mapping):
+            raise TypeError(f"env must be a mapping or None, not {env!r}")
         environment = dict(os.environ if env is None else env)
         # A server that uses torchelastic's @record would write its own failure over that of its rank.
         environment.pop("TORCHELASTIC_ERROR_FILE", None)
@@ -218,12 +225,6 @@ class ProcessWatchdog:
         """How the server ended, as far as that was seen while armed; None if it lives."""
         return None if self._watch is None else self._watch.death
 
-    @property
-    def lives(self) -> bool:
-        """True while a server that this watchdog launched is there, or is being started."""
-        current = self._watch
-        return self._starting is not None or (current is not None and current.launched and current.lives)
-
     def __getstate__(self) -> dict[str, Any]:
         # Locks, threads and descriptors stay behind, and so does a callback that may not be picklable.
         return {"name": self.name}
@@ -269,22 +270,22 @@ class ProcessWatchdog:
     def _start(self, start: Callable[[Record], Any], stop: StopEvent, what: object) -> Any:
         if self._watch is not None:
             self._watch.stop.set()  # a former server's: no word about its end any more
-        reserve_name(self.name, self)
         process = None
-        try:
-            install_hooks()
-            rank.mark_owner(self.name)
-            process = start(stop.record)
-            handle = ProcessHandle(process, process.pid)
-            # A command runs nothing of ours, and so says nothing of itself.
-            record = stop.record if isinstance(process, Process) else None
-            ours = Watch(self.name, handle, stop, self._settings_now(), launched=True, record=record)
-            _disarm_on_terminate(process, stop)
-            self._adopt(ours, process, what)
-        except BaseException:
-            _break_off(stop.record, process)
-            rank.unmark_owner(self.name)
-            raise
+        with starting(self.name):
+            try:
+                install_hooks()
+                rank.mark_owner(self.name)
+                process = start(stop.record)
+                # A command runs nothing of ours, and so says nothing of itself.
+                record = stop.record if isinstance(process, Process) else None
+                handle = ProcessHandle(process, process.pid)
+                ours = Watch(self.name, handle, stop, self._settings_now(), launched=True, record=record)
+                _disarm_on_terminate(process, stop)
+                self._adopt(ours, process, what)
+            except BaseException:
+                _break_off(stop.record, process)
+                rank.unmark_owner(self.name)
+                raise
         if stop.is_set():
             stop_servers([ours], STOP_TIMEOUT)  # stop() was called, in a signal handler, while we started
         return process

@@ -72,7 +72,7 @@ def _owners() -> dict[str, list[object]]:
         return {
             name: entry
             for name, entry in owners.items()
-            if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int)
+            if isinstance(entry, list) and len(entry) == 3 and type(entry[0]) is int and 0 < entry[0] < 2**31
         }
     except (ValueError, AttributeError):
         return {}  # not written by us

@@ -9,9 +9,9 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Callable, Optional, Protocol
+from typing import Callable, Iterator, Optional
 
 from watchdog import linux
 from watchdog.abort import abort, arm_dead_man, before_leaving, notify, report, run_bounded
@@ -20,7 +20,7 @@ from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
 from watchdog.record import Record, StopEvent
 
-__all__ = ["STOP_TIMEOUT", "Settings", "Watch", "install_hooks", "reserve_name", "stop_servers"]
+__all__ = ["STOP_TIMEOUT", "Settings", "Watch", "install_hooks", "starting", "stop_servers"]
 
 OnDeath = Callable[[Death], object]
 
@@ -44,17 +44,12 @@ class Settings:
     signal_grace: float
 
 
-class Owner(Protocol):
-    @property
-    def lives(self) -> bool: ...
-
-
 class _Registry:
     """What this process watches. A forked copy starts with an empty one."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
-        self.owners: dict[str, Owner] = {}  # who launches under a name
+        self.starting: dict[str, object] = {}  # names under which a launch is on its way
         # Held from the moment a death is going to abort: the process ends once, with one report.
         self.aborting = threading.Lock()
         self.hooked = False
@@ -72,12 +67,19 @@ def _forget() -> None:
     _registry = _Registry()
 
 
-def reserve_name(name: str, owner: Owner) -> None:
-    """One living server a name: raises RuntimeError if another owner has launched one under it."""
-    other = _registry.owners.setdefault(name, owner)
-    if other is not owner and other.lives:
-        raise RuntimeError(f"another watchdog has launched a server named {name!r}, and it lives")
-    _registry.owners[name] = owner
+@contextmanager
+def starting(name: str) -> Iterator[None]:
+    """One living server a name: raises RuntimeError if another watchdog has launched one under it, or is about to."""
+    registry, ours = _registry, object()
+    # setdefault is one step for all threads; a lock could be held at a fork.
+    if registry.starting.setdefault(name, ours) is not ours:
+        raise RuntimeError(f"another watchdog is launching a server named {name!r}")
+    try:
+        if any(watch.launched and watch.name == name and watch.lives for watch in list(registry.watches)):
+            raise RuntimeError(f"another watchdog has launched a server named {name!r}, and it lives")
+        yield
+    finally:
+        registry.starting.pop(name, None)
 
 
 def install_hooks() -> None:
@@ -194,6 +196,16 @@ class Watch:
                     notify(logging.WARNING, f"{self.name}: watching failed and goes on: {error!r}")
                 troubled = True
                 self.stop.wait(self.settings.poll_interval)
+        self._see_off()
+
+    def _see_off(self) -> None:
+        """Disarmed: a server that we launched is still reaped at its end, so that none stays as a zombie."""
+        if self.launched and isinstance(self.handle, ProcessHandle):
+            with suppress(Exception):
+                while self.handle.wait(self.settings.poll_interval) is None:
+                    pass
+                self.reap()
+        self.close()
 
     def _sleep(self) -> None:
         pidfd = self.handle.pidfd
@@ -206,11 +218,13 @@ class Watch:
 
     def _end(self, status: Status) -> None:
         uptime = time.monotonic() - self._since
-        if self.stop.is_set():
-            return  # disarmed before it died
-        if _exitcode(status) in self.settings.expected_exit_codes:
+        if self.stop.is_set():  # disarmed before it died
+            self._see_off()
+        elif _exitcode(status) in self.settings.expected_exit_codes:
             self._expected(status, uptime)
-        elif not (_is_shutdown(status) and self.stop.wait(self.settings.signal_grace)):
+        elif _is_shutdown(status) and self.stop.wait(self.settings.signal_grace):
+            self._see_off()
+        else:
             self._abnormal(status, uptime)
 
     def _expected(self, status: Status, uptime: float) -> None:
