@@ -2,7 +2,8 @@
 
 The floors, each importing only from those below it:
 process (the tool) - watch (the loop) - abort (the only way out) - server, rank, record, handles - diagnosis, linux -
-death, errors (values). Names are looked up when they are used, so that importing a module below costs no more than that.
+death, errors (values). Names are looked up when they are used, so that importing a module below costs no more than
+that.
 """
 
 from watchdog.abort import abort, interrupt

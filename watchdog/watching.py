@@ -138,7 +138,14 @@ class Watch:
     """One server under watch, from its launch (or adoption) to its end."""
 
     def __init__(
-        self, name: str, handle: Handle, stop: StopEvent, settings: Settings, *, launched: bool, record: Record | None = None
+        self,
+        name: str,
+        handle: Handle,
+        stop: StopEvent,
+        settings: Settings,
+        *,
+        launched: bool,
+        record: Record | None = None,
     ) -> None:
         self.name = name
         self.handle = handle
