@@ -12,9 +12,10 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 HERE = Path(__file__).resolve().parent
 DEADLOCK = 60.0  # seconds after which anything counts as hung
@@ -84,7 +85,9 @@ class Output:
 class Rank:
     """A script under test. `server` lines of its output name pids that must be gone in the end."""
 
-    def __init__(self, script: Path, argv: list[str], env: dict[str, str], python: str = sys.executable, **popen) -> None:
+    def __init__(
+        self, script: Path, argv: list[str], env: dict[str, str], python: str = sys.executable, **popen
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), **env}
         for variable in ("PYTHONUNBUFFERED", "LOCAL_RANK", "RANK"):
             if variable not in env:
@@ -172,7 +175,9 @@ class Ranks:
         self._folder = folder
         self.started: list[Rank] = []
 
-    def __call__(self, script: str, *argv: str, env: dict[str, str] | None = None, prelude: str = PRELUDE, **popen) -> Rank:
+    def __call__(
+        self, script: str, *argv: str, env: dict[str, str] | None = None, prelude: str = PRELUDE, **popen
+    ) -> Rank:
         path = self._folder / f"rank{len(self.started)}.py"
         path.write_text(prelude + textwrap.dedent(script))
         rank = Rank(path, list(argv), env or {}, **popen)
@@ -227,7 +232,12 @@ def reap_adopted() -> None:
         if not entry.isdigit():
             continue
         fields = stat(int(entry))
-        if fields is not None and fields[0] == "Z" and int(fields[1]) == os.getpid() and int(entry) not in _own_children():
+        if (
+            fields is not None
+            and fields[0] == "Z"
+            and int(fields[1]) == os.getpid()
+            and int(entry) not in _own_children()
+        ):
             with suppress(ChildProcessError):
                 os.waitpid(int(entry), os.WNOHANG)
 

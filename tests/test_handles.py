@@ -94,7 +94,9 @@ def test_expected_end(make, code, deaths, caplog):
         time.sleep(0.005)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert f"exited with code {code} while still watched" in caplog.text
-    assert watchdog.death == Death("stub", getattr(stub, "pid", None), Exited(code), watchdog.death.uptime, watchdog.death.cause)
+    assert watchdog.death == Death(
+        "stub", getattr(stub, "pid", None), Exited(code), watchdog.death.uptime, watchdog.death.cause
+    )
     assert not watchdog.armed
     assert not deaths
 

@@ -33,7 +33,9 @@ def show(keys):
 
 
 def collected(rank, script: str, *argv: str) -> dict:
-    run = rank(COLLECT + "if __name__ == '__main__':\n" + "\n".join("    " + line for line in script.splitlines()), *argv)
+    run = rank(
+        COLLECT + "if __name__ == '__main__':\n" + "\n".join("    " + line for line in script.splitlines()), *argv
+    )
     deaths = json.loads(run.expect("deaths "))
     assert run.wait() == 0, run.describe()
     run.assert_nothing_left()
@@ -43,9 +45,7 @@ def collected(rank, script: str, *argv: str) -> dict:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_signal_is_named(rank, method):
     """B6: a signal is reported by its name, whatever the start method."""
-    deaths = collected(
-        rank, f"show([target(str(n), targets.by_signal, n) for n in {SIGNALS}])", method
-    )
+    deaths = collected(rank, f"show([target(str(n), targets.by_signal, n) for n in {SIGNALS}])", method)
     for number in SIGNALS:
         death = deaths[str(number)]
         name = f"signal {number}" if number == 37 else signal.Signals(number).name
@@ -152,7 +152,9 @@ def test_a_function_of_stdin_cannot_be_found_by_a_spawned_server(rank, tmp_path)
         "import time\nfrom watchdog.process import ProcessWatchdog\ndef run(): pass\n"
         "ProcessWatchdog('sampler').launch(run, context='spawn')\ntime.sleep(60)\n"
     )
-    run = rank("import runpy\nexec(compile(open(sys.argv[1]).read(), '<stdin>', 'exec'), {'__name__': 'x'})", str(script))
+    run = rank(
+        "import runpy\nexec(compile(open(sys.argv[1]).read(), '<stdin>', 'exec'), {'__name__': 'x'})", str(script)
+    )
     assert run.wait() == 1
     assert "Can't get attribute 'run'" in run.stderr or "Can't pickle" in run.stderr
 
@@ -179,7 +181,9 @@ def test_a_killed_server_ends_a_blocked_rank(rank, method):
     assert pid == int(run.expect("handle "))
     os.kill(pid, signal.SIGKILL)
     assert run.wait() == 1
-    assert run.reports() == [line for line in run.stderr.splitlines() if line.startswith("ERROR watchdog.process sampler")]
+    assert run.reports() == [
+        line for line in run.stderr.splitlines() if line.startswith("ERROR watchdog.process sampler")
+    ]
     assert len(run.reports()) == 1
     assert f"sampler (pid {pid}) died after" in run.reports()[0]
     assert "killed by SIGKILL (exit code -9)" in run.reports()[0]

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Callable, Iterable, NoReturn
+from typing import Callable, NoReturn
 
 from watchdog.death import Death
 from watchdog.errors import ServerDied
@@ -74,7 +75,7 @@ def arm_dead_man() -> None:
     It takes faulthandler's only timer, which a user may have armed: this process has no further use for it.
     """
     with suppress(Exception):
-        faulthandler.dump_traceback_later(_DEAD_MAN, exit=True, file=_NOWHERE)  # type: ignore[arg-type]
+        faulthandler.dump_traceback_later(_DEAD_MAN, exit=True, file=_NOWHERE)
 
 
 def interrupt(death: Death) -> None:

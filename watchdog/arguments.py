@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = ["exit_codes", "natural", "printable", "seconds", "start_context"]
 
@@ -14,7 +15,8 @@ def seconds(what: str, value: float, *, zero: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what} must be a number of seconds, not {value!r}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{what} must be a finite number of seconds, {'0 or more' if zero else 'more than 0'}, not {value!r}")
+        least = "0 or more" if zero else "more than 0"
+        raise ValueError(f"{what} must be a finite number of seconds, {least}, not {value!r}")
     return float(value)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.process import BaseProcess, _children
+from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
 from typing import Any
 
 from watchdog import linux
@@ -31,7 +31,7 @@ class Handle:
     pidfd: linux.Fd | None = None
 
     def poll(self) -> Status | None:
-        """How the process ended, None while it lives. Steals nothing; never raises for a process that is merely gone."""
+        """How the process ended, None while it lives. Steals nothing; never raises for a process that is just gone."""
         raise NotImplementedError(f"{type(self).__name__} has no poll")
 
     def disown(self) -> None:
@@ -93,14 +93,14 @@ class ProcessHandle(Handle):
             if linux.peek_status(self.pidfd, self.pid) is not None:
                 return True
         except linux.NotOurChild:
-            # Somebody reaped it, or it never was ours (fork server, psutil). Only a pidfd gets this answer, so readable is
-            # dead. A pidfd on what should be our child and is not stands for a process that got the pid later.
+            # Somebody reaped it, or it never was ours (fork server, psutil). Only a pidfd gets this answer, so readable
+            # is dead. A pidfd on what should be our child and is not stands for a process that got the pid later.
             return self._is_our_child or linux.is_readable(self.pidfd)
         except OSError:
             pass  # no pidfd any more: closed by others, its number perhaps reused
         else:
             return False
-        # A new descriptor for the same process, if it is there; what the old number stands for now is not ours to close.
+        # A new descriptor for the same process, if it is there; what the old number stands for now isn't ours to close.
         self.pidfd.number = -1
         if not self._still_there():
             return True
@@ -149,7 +149,7 @@ class ProcessHandle(Handle):
         """
         if isinstance(self.process, BaseProcess) and _is_forkserver(self.process):
             with suppress(Exception):
-                self.process._popen.poll()
+                self.process._popen.poll()  # type: ignore[attr-defined]
         return _stored_status(self.process) or Lost()
 
     @property
@@ -200,9 +200,9 @@ class ProcessHandle(Handle):
             if isinstance(self.process, BaseProcess):
                 # Process is not thread-safe: a user's join() that loses the race for waitpid returns before the winner
                 # has stored the code. So the code is stored first and taken second.
-                if code is not None and self.process._popen.returncode is None:
-                    self.process._popen.returncode = code
-                # Out of the list whose members multiprocessing signals by pid at exit: the pid may be another's by then.
+                if code is not None and self.process._popen.returncode is None:  # type: ignore[attr-defined]
+                    self.process._popen.returncode = code  # type: ignore[attr-defined]
+                # Out of the list whose members multiprocessing signals by pid at exit: by then it may be another's pid.
                 _children.discard(self.process)
                 linux.reap(self.pidfd, self.pid)
             else:

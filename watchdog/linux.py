@@ -97,7 +97,7 @@ def pidfd_open(pid: int) -> Fd | None:
 
 
 def pidfd_send_signal(pidfd: Fd, number: int) -> bool:
-    """Send a signal to exactly the process behind `pidfd`; False if it is gone. Raises OSError for any other refusal."""
+    """Signal exactly the process behind `pidfd`; False if it is gone. Raises OSError for any other refusal."""
     try:
         if hasattr(signal, "pidfd_send_signal"):
             signal.pidfd_send_signal(pidfd.number, number)
@@ -131,7 +131,7 @@ def wait_readable(fds: tuple[Fd, ...], timeout: float) -> None:
 
 
 def is_readable(fd: Fd) -> bool:
-    """True if `fd` has data or, for a pidfd, the process behind it is dead; False also for a descriptor closed by others."""
+    """True if `fd` has data or, for a pidfd, the process behind it is dead; False also for one closed by others."""
     poller = select.poll()
     poller.register(fd.number, select.POLLIN)
     return any(event & select.POLLIN for _, event in poller.poll(0))
@@ -179,7 +179,8 @@ def decode_wait_status(status: int) -> Exited | Signalled:
 def recall_status(pidfd: Fd) -> Exited | Signalled | None:
     """What the kernel remembers of a process that somebody else reaped; None before the reaping, or before Linux 6.15.
 
-    ioctl PIDFD_GET_INFO, see pidfd.h. It answers only once the process was reaped, up to some milliseconds after its death.
+    ioctl PIDFD_GET_INFO, see pidfd.h. It answers only once the process was reaped, up to some milliseconds after its
+    death.
     """
     import fcntl
 
@@ -193,7 +194,7 @@ def recall_status(pidfd: Fd) -> Exited | Signalled | None:
 
 
 class Stat(NamedTuple):
-    """What we use of /proc/<pid>/stat (see proc(5)): state letter, start time in clock ticks since boot, wait status."""
+    """What we use of /proc/<pid>/stat, see proc(5): state letter, start time in clock ticks since boot, wait status."""
 
     state: str
     start_time: int
@@ -213,7 +214,7 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def is_zombie(pid: int, stat: Stat) -> bool:
-    """True if `stat` is that of a dead process. A leader that ended before its other threads looks like one and is not."""
+    """True if `stat` is a dead process's. A leader that ended before its other threads looks like one and is not."""
     if stat.state not in "ZX":
         return False
     try:

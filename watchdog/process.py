@@ -17,8 +17,9 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Optional, Union
 
 from watchdog import rank
 from watchdog.abort import abort, interrupt, notify
@@ -72,7 +73,7 @@ class ProcessWatchdog:
             signal_grace=seconds("signal_grace", signal_grace),
         )
         self._owner: int | None = os.getpid()
-        # Re-entrant, so that a signal handler that launches while its thread is launching gets an error, not a deadlock.
+        # Re-entrant, so that a signal handler that launches while its thread does gets an error, not a deadlock.
         self._lock = threading.RLock()
         self._starting: StopEvent | None = None
         self._watch: Watch | None = None
@@ -92,8 +93,8 @@ class ProcessWatchdog:
         """Start `target(*args, **kwargs)` in a process of its own and watch it; returns its Process handle.
 
         Only where the local rank (`LOCAL_RANK`, else `SLURM_LOCALID`, else `OMPI_COMM_WORLD_LOCAL_RANK`, else 0) equals
-        `local_rank`; None starts it everywhere. Elsewhere, in a copy of the watchdog, and in a child of the process that
-        owns a server of this name, nothing starts and None is returned.
+        `local_rank`; None starts it everywhere. Elsewhere, in a copy of the watchdog, and in a child of the process
+        that owns a server of this name, nothing starts and None is returned.
 
         While the server lives, another call returns the same handle and starts nothing. It returns once the process
         exists and does not wait for the target. `context` is a start method's name or a multiprocessing context.
@@ -114,7 +115,9 @@ class ProcessWatchdog:
 
         def start(record: Record) -> Process:
             if getattr(multiprocessing.current_process(), "daemon", False):
-                raise RuntimeError(f"{self.name}: this process is daemonic, and daemonic processes cannot have children")
+                raise RuntimeError(
+                    f"{self.name}: this process is daemonic, and daemonic processes cannot have children"
+                )
             process: Process = context.Process(target=serve, args=(record, call), name=self.name, daemon=daemon)
             process.start()
             return process
@@ -128,8 +131,8 @@ class ProcessWatchdog:
         *,
         local_rank: Optional[int] = 0,
         env: Optional[Mapping[str, str]] = None,
-        cwd: Optional[Union[str, "os.PathLike[str]"]] = None,
-    ) -> Optional["subprocess.Popen[bytes]"]:
+        cwd: Optional[Union[str, os.PathLike[str]]] = None,
+    ) -> Optional[subprocess.Popen[bytes]]:
         """Start the program `argv` and watch it; returns its Popen handle, or None as `launch` does.
 
         Its stdin is /dev/null; `env` replaces the environment (None: ours), `cwd` the working directory (None: ours).
@@ -148,19 +151,19 @@ class ProcessWatchdog:
         # A server that uses torchelastic's @record would write its own failure over that of its rank.
         environment.pop("TORCHELASTIC_ERROR_FILE", None)
 
-        def start(record: Record) -> "subprocess.Popen[bytes]":
+        def start(record: Record) -> subprocess.Popen[bytes]:
             return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
 
-        handle: Optional["subprocess.Popen[bytes]"] = self._launch(start, tuple(argv), local_rank)
+        handle: Optional[subprocess.Popen[bytes]] = self._launch(start, tuple(argv), local_rank)
         return handle
 
     def watch(self, process: Any) -> None:
         """Watch a process that somebody else started. It is never signalled by us, only disarmed from.
 
-        `process` is a `multiprocessing.Process`, `subprocess.Popen`, `psutil.Process` or `psutil.Popen`, or any object with
-        `is_alive()` and `exitcode` (or `poll()` and `returncode`), which is polled every `poll_interval` seconds. One
-        that is dead already is reported at once. Raises RuntimeError while armed, TypeError for a handle with neither
-        interface, ValueError for a process that was never started or belongs to another process.
+        `process` is a `multiprocessing.Process`, `subprocess.Popen`, `psutil.Process` or `psutil.Popen`, or any object
+        with `is_alive()` and `exitcode` (or `poll()` and `returncode`), which is polled every `poll_interval` seconds.
+        One that is dead already is reported at once. Raises RuntimeError while armed, TypeError for a handle with
+        neither interface, ValueError for a process that was never started or belongs to another process.
         """
         if self._owner != os.getpid():
             notify(logging.DEBUG, f"{self.name}: a copy of a watchdog watches nothing")
@@ -203,7 +206,7 @@ class ProcessWatchdog:
         status = current.handle.poll()
         return None if status is None else Death(self.name, None, status).exitcode
 
-    def __enter__(self) -> "ProcessWatchdog":
+    def __enter__(self) -> ProcessWatchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -301,7 +304,7 @@ class ProcessWatchdog:
 
 
 def _disarm_on_terminate(process: Any, stop: StopEvent) -> None:
-    """Make `terminate()` on the handle an orderly end. On the object, since multiprocessing pickles the class by name."""
+    """Make `terminate()` on the handle an orderly end. On the object: multiprocessing pickles the class by name."""
     terminate = process.terminate
 
     def disarm_and_terminate() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from multiprocessing import process as _process
+from typing import Any
 
 from watchdog import linux
 
@@ -66,7 +67,7 @@ def owner_above(name: str) -> str | None:
     return None
 
 
-def _owners() -> dict[str, list[object]]:
+def _owners() -> dict[str, list[Any]]:
     try:
         owners = json.loads(os.environ.get(_MARK, "{}"))
         return {

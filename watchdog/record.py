@@ -118,7 +118,7 @@ class StopEvent:
         return self.record.stop_requested
 
     def wait(self, timeout: float) -> bool:
-        """Sleep for `timeout` seconds or until it is set, in slices of a second in case the pipe was closed by others."""
+        """Sleep for `timeout` seconds or until it is set, in slices of a second: others may have closed the pipe."""
         from time import monotonic
 
         deadline = monotonic() + timeout

@@ -53,7 +53,8 @@ def serve(record: Record, call: Call) -> None:
         record.enter()
         target(*args, **kwargs)
     except KeyboardInterrupt:
-        # Ctrl-C reaches rank and server in any order. 130 lets the rank tell it from a crash; multiprocessing's 1 does not.
+        # Ctrl-C reaches rank and server in any order. 130 lets the rank tell it from a crash; multiprocessing's 1 would
+        # not.
         raise SystemExit(130) from None
     except SystemExit as error:
         # sys.exit("text") is a failure with code 1 and a message; a number is the target's own choice.

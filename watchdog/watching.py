@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Callable, Iterator, Optional
+from typing import Callable, Optional
 
 from watchdog import linux
 from watchdog.abort import abort, arm_dead_man, before_leaving, notify, report, run_bounded
@@ -140,7 +141,14 @@ class Watch:
     """One server under watch, from its launch (or adoption) to its end."""
 
     def __init__(
-        self, name: str, handle: Handle, stop: StopEvent, settings: Settings, *, launched: bool, record: Record | None = None
+        self,
+        name: str,
+        handle: Handle,
+        stop: StopEvent,
+        settings: Settings,
+        *,
+        launched: bool,
+        record: Record | None = None,
     ) -> None:
         self.name = name
         self.handle = handle
