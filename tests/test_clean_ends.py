@@ -298,8 +298,9 @@ def test_a_handler_that_raises_during_launch_leaves_no_server(rank):
                     signal.setitimer(signal.ITIMER_REAL, round * 0.00005)
                     watchdog.launch(targets.sleep, context="fork")
                     until(lambda: len(fired) == round)  # an at-fork hook of somebody's may have swallowed it
-                except Now:
+                except (Now, RuntimeError):  # threading turns one in its own lines into "release unlocked lock"
                     raised += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 watchdog.stop()
             say("raised", raised > 50)
         """

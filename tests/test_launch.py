@@ -202,23 +202,22 @@ def test_copies_are_inert(rank):
     run.assert_nothing_left()
 
 
-def test_without_the_fork_hook_a_copy_kills_the_server(rank):
-    """Negative control for T30: the copy of the rank terminates the daemonic children that it believes to have."""
+def test_a_copy_of_a_rank_kills_a_plain_daemonic_child(rank):
+    """Negative control for T30: at its end the copy terminates the daemonic children that it believes to have."""
     run = rank(
         """
         if __name__ == "__main__":
-            os.register_at_fork = lambda **_: None
-            process = ProcessWatchdog("sampler", on_death=lambda death: say("died", death.exitcode), signal_grace=0).launch(
-                targets.sleep, context="fork")
+            process = multiprocessing.get_context("fork").Process(target=targets.sleep, daemon=True)
+            process.start()
             pid = os.fork()
             if pid == 0:
                 sys.exit(0)
             os.waitpid(pid, 0)
             until(lambda: not process.is_alive())
-            say("gone")
+            say("exit code", process.exitcode)
         """
     )
-    run.expect("gone")
+    assert run.expect("exit code ") == "-15"
     run.wait()
 
 
