@@ -194,9 +194,13 @@ def recall_status(pidfd: Fd) -> Exited | Signalled | None:
 
 
 class Stat(NamedTuple):
-    """What we use of /proc/<pid>/stat, see proc(5): state letter, start time in clock ticks since boot, wait status."""
+    """What we use of /proc/<pid>/stat (see proc(5)).
+
+    State letter, session id, start time in clock ticks since boot, wait status.
+    """
 
     state: str
+    session: int
     start_time: int
     wait_status: int
 
@@ -208,7 +212,7 @@ def read_stat(pid: int) -> Stat | None:
             line = file.read()
         # The command's name stands in parentheses and may hold anything, spaces and parentheses too.
         fields = line[line.rindex(b")") + 2 :].split()
-        return Stat(fields[0].decode("ascii"), int(fields[19]), int(fields[49]))
+        return Stat(fields[0].decode("ascii"), int(fields[3]), int(fields[19]), int(fields[49]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -258,6 +262,29 @@ def exists(pid: int, start_time: int | None) -> bool:
     if start_time is not None and stat.start_time != start_time and stat.start_time != 0:
         return False
     return not is_zombie(pid, stat)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL to every process of the session that `leader` leads, but for the leader itself and the caller."""
+    try:
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    except OSError:
+        return
+    for pid in pids:
+        if pid in (leader, os.getpid()) or not _in_session(pid, leader):
+            continue
+        try:
+            pidfd = pidfd_open(pid)
+            # Looked at again behind the pidfd: the pid may have become another's in between.
+            if pidfd is not None and _in_session(pid, leader):
+                pidfd_send_signal(pidfd, signal.SIGKILL)
+        except OSError:
+            pass  # gone, or not ours to signal
+
+
+def _in_session(pid: int, session: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.session == session and stat.state not in "ZX"
 
 
 def start_time(pid: int) -> int | None:

@@ -94,7 +94,7 @@ def install_hooks() -> None:
         _registry.hooked = True
         atexit.register(_end_of_interpreter)
         multiprocessing.util.Finalize(None, _end_of_interpreter, exitpriority=100)
-        before_leaving(_stop_the_living)
+        before_leaving(_leave_nothing_behind)
     if not _fork_hook_installed:
         _fork_hook_installed = True
         os.register_at_fork(after_in_child=_forget)
@@ -108,10 +108,15 @@ def _end_of_interpreter() -> None:
     stop_servers([watch for watch in watches if watch.launched], STOP_TIMEOUT)
 
 
-def _stop_the_living() -> None:
-    """An abort leaves no server behind, as far as its two seconds allow."""
-    watches = [watch for watch in _registry.watches if watch.launched]
-    stop_servers(watches, _STOP_IN_ABORT)
+def _leave_nothing_behind() -> None:
+    """An abort ends the rank's other servers, as far as its two seconds allow, and what is left in a session it leads.
+
+    torchrun gives each rank a session of its own and never signals that of a rank which is gone. What waits in it for
+    the dead server (DataLoader workers, for one) would wait for ever.
+    """
+    stop_servers([watch for watch in _registry.watches if watch.launched], _STOP_IN_ABORT)
+    if os.getsid(0) == os.getpid():
+        linux.kill_session(os.getpid())
 
 
 def stop_servers(watches: list[Watch], timeout: float) -> None:
