@@ -49,7 +49,7 @@ def test_an_abort_ends_what_is_left_in_the_session_that_the_rank_leads(rank, tmp
 
 def test_another_end_leaves_the_session_alone(rank, tmp_path):
     """G11: only after an abort."""
-    run, elsewhere = start(rank, tmp_path, "exit")
+    run, _ = start(rank, tmp_path, "exit")
     assert run.process.wait(60) == 0
     assert len(run.family()) == 4  # two children, the process elsewhere, and (without a guardian) the server
 
