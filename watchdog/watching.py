@@ -241,9 +241,11 @@ class Watch:
             self._abnormal(status, uptime)
 
     def _expected(self, status: Status, uptime: float) -> None:
-        self.death = self._diagnose(status, uptime)
+        death = self._diagnose(status, uptime)
         self.reap()
+        # Over before the death is shown: who sees it may launch anew.
         self.over = True
+        self.death = death
         who = f"{self.name} (pid {self.handle.pid})"
         notify(logging.INFO, f"{who} {status} after {uptime:.1f} s, as expected")
         # A server that ends just before its rank makes no noise; one that left too early is seen.
@@ -258,15 +260,16 @@ class Watch:
                 arm_dead_man()
                 abort(self._collect(status, uptime, with_others=True))
             return
-        self.death = self._collect(status, uptime, with_others=False)
-        report(self.death)
+        death = self._collect(status, uptime, with_others=False)
+        report(death)
         self.close()
+        self.death = death
         try:
-            on_death(self.death)
+            on_death(death)
         except BaseException as error:
             # A SystemExit would only end this thread, and nobody would have dealt with the death.
             notify(logging.ERROR, f"{self.name}: on_death raised {error!r}; the abort follows")
-            abort(self.death)
+            abort(death)
 
     def _collect(self, status: Status, uptime: float, *, with_others: bool) -> Death:
         """The death with its evidence, or without where collecting it fails or blocks."""
