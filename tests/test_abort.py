@@ -92,10 +92,10 @@ def test_naive_reporting_hangs(rank):
         """
         if __name__ == "__main__":
             import watchdog.watching
-            def naive(death):
+            def naive(death, died_at):
                 logging.getLogger("watchdog.process").error("%s", death)
                 os._exit(1)
-            watchdog.watching.abort, watchdog.watching.arm_dead_man = naive, lambda: None
+            watchdog.watching.leave, watchdog.watching.arm_dead_man = naive, lambda: None
             process = ProcessWatchdog("sampler").launch(targets.sleep, context="fork")
             logging.basicConfig()
             logging.root.handlers[0].acquire()

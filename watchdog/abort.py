@@ -22,12 +22,14 @@ from typing import Callable, NoReturn
 
 from watchdog.death import Death
 from watchdog.errors import ServerDied
+from watchdog.torchelastic import write_error_file
 
-__all__ = ["abort", "arm_dead_man", "before_leaving", "interrupt", "notify", "report", "run_bounded"]
+__all__ = ["abort", "arm_dead_man", "before_leaving", "interrupt", "leave", "notify", "report", "run_bounded"]
 
 logger = logging.getLogger("watchdog.process")
 
 _DEAD_MAN = 1.9  # seconds from the decision to the exit at the very latest
+_ERROR_FILE_BOUND = 0.3  # seconds; its folder may be on a network
 _LOGGING_BOUND = 1.0  # seconds for the log record
 _FLUSHING_BOUND = 1.5  # seconds for log record and flushing together
 _LAST_ACTS_BOUND = 0.4  # seconds
@@ -46,15 +48,23 @@ _leaving = threading.Lock()
 def abort(death: Death) -> NoReturn:
     """Report `death` and end this process with code 1, within 2 seconds whatever happens.
 
-    One ERROR record on the logger `watchdog.process` with the event in `extra`; a raw line on fd 2 if logging failed;
-    stdout, stderr and the log handlers flushed. No clean-up of the interpreter runs: no `finally`, no `atexit`.
+    First the error file that torchrun named, if any; then one ERROR record on the logger `watchdog.process` with the
+    event in `extra`, and a raw line on fd 2 if logging failed; then stdout, stderr and the log handlers are flushed. No
+    clean-up of the interpreter runs: no `finally`, no `atexit`.
     """
+    leave(death, time.time())
+
+
+def leave(death: Death, died_at: float) -> NoReturn:
+    """`abort` for a death that happened at `died_at` (seconds since the epoch)."""
     try:
         if _leaving.acquire(blocking=False):
             arm_dead_man()
             deadline = time.monotonic() + _FLUSHING_BOUND
             closing = f"{_rank()} (pid {os.getpid()}) exits with code 1"
-            _say(closing if death is _reported else f"{death}\n  {closing}", death)
+            report = f"{death}\n  {closing}"
+            run_bounded([lambda: write_error_file(death, report, died_at)], _ERROR_FILE_BOUND)
+            _say(closing if death is _reported else report, death)
             _flush(deadline)
             run_bounded(_last_acts, _LAST_ACTS_BOUND)
         else:

@@ -28,6 +28,7 @@ from watchdog.death import Death
 from watchdog.handles import ProcessHandle, open_handle
 from watchdog.record import Record, StopEvent
 from watchdog.server import Call, serve
+from watchdog.torchelastic import ERROR_FILE
 from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, starting, stop_servers
 
 __all__ = ["ProcessWatchdog"]
@@ -149,7 +150,7 @@ class ProcessWatchdog:
             raise TypeError(f"env must be a mapping or None, not {env!r}")
         environment = dict(os.environ if env is None else env)
         # A server that uses torchelastic's @record would write its own failure over that of its rank.
-        environment.pop("TORCHELASTIC_ERROR_FILE", None)
+        environment.pop(ERROR_FILE, None)
 
         def start(record: Record) -> subprocess.Popen[bytes]:
             return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)

@@ -11,6 +11,7 @@ import traceback
 from typing import Any, Callable
 
 from watchdog.record import Record
+from watchdog.torchelastic import ERROR_FILE
 
 __all__ = ["Call", "serve"]
 
@@ -74,7 +75,7 @@ def _keep(record: Record, error: BaseException) -> None:
 def _forget_the_rank() -> None:
     """Undo what a server inherits from its rank and must not keep."""
     # A server that uses torchelastic's @record would write its own failure over that of its rank.
-    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    os.environ.pop(ERROR_FILE, None)
     # The rank's Python handlers: one that swallows SIGTERM would make the server survive its stop. What the rank
     # ignores stays ignored, as it would across exec.
     for number in signal.valid_signals():

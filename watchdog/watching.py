@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Callable, Optional
 
 from watchdog import linux
-from watchdog.abort import abort, arm_dead_man, before_leaving, notify, report, run_bounded
+from watchdog.abort import arm_dead_man, before_leaving, leave, notify, report, run_bounded
 from watchdog.death import Death, Exited, Signalled, Status
 from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
@@ -230,7 +230,7 @@ class Watch:
             time.sleep(min(0.05, self.settings.poll_interval))
 
     def _end(self, status: Status) -> None:
-        uptime = time.monotonic() - self._since
+        uptime, died_at = time.monotonic() - self._since, time.time()
         if self.stop.is_set():  # disarmed before it died
             self._see_off()
         elif _exitcode(status) in self.settings.expected_exit_codes:
@@ -238,7 +238,7 @@ class Watch:
         elif _is_shutdown(status) and self.stop.wait(self.settings.signal_grace):
             self._see_off()
         else:
-            self._abnormal(status, uptime)
+            self._abnormal(status, uptime, died_at)
 
     def _expected(self, status: Status, uptime: float) -> None:
         death = self._diagnose(status, uptime)
@@ -253,12 +253,12 @@ class Watch:
             notify(logging.WARNING, f"{who} {status} while still watched, after {uptime:.1f} s")
         self.close()
 
-    def _abnormal(self, status: Status, uptime: float) -> None:
+    def _abnormal(self, status: Status, uptime: float, died_at: float) -> None:
         on_death = self.settings.on_death
         if on_death is None:
             if _registry.aborting.acquire(blocking=False):  # else the process is on its way out already
                 arm_dead_man()
-                abort(self._collect(status, uptime, with_others=True))
+                leave(self._collect(status, uptime, with_others=True), died_at)
             return
         death = self._collect(status, uptime, with_others=False)
         report(death)
@@ -269,7 +269,7 @@ class Watch:
         except BaseException as error:
             # A SystemExit would only end this thread, and nobody would have dealt with the death.
             notify(logging.ERROR, f"{self.name}: on_death raised {error!r}; the abort follows")
-            abort(death)
+            leave(death, died_at)
 
     def _collect(self, status: Status, uptime: float, *, with_others: bool) -> Death:
         """The death with its evidence, or without where collecting it fails or blocks."""
