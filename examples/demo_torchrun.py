@@ -1,4 +1,4 @@
-"""The sampler job under torchrun, whose sampler is killed once: the job ends with the reason, or restarts and completes.
+"""The sampler job under torchrun, its sampler killed once: the job ends with the reason, or restarts and completes.
 
 Runs it twice, on four ranks: without restarts, and with `--max-restarts 1`. Needs torch. The exit code is 0 if both
 went as expected, else 1, with the reason.
@@ -41,8 +41,8 @@ def run(restarts: int, steps: int) -> Outcome:
     command += ["--steps", str(steps)]
     path = os.pathsep.join([str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # torch 2.13's agent keeps one store for all attempts, and gloo finds the dead ranks' addresses in it: no restart of a
-    # gloo job succeeds, with or without a sampler. Switched off, rank 0 makes a store for each attempt.
+    # torch 2.13's agent keeps one store for all attempts, and gloo finds the dead ranks' addresses in it: no restart of
+    # a gloo job succeeds, with or without a sampler. Switched off, rank 0 makes a store for each attempt.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     print(f"\n$ torchrun {' '.join(command[3:-3])} torchrun_skipgram.py --steps {steps}", flush=True)
     outcome = Outcome(code=0, lasted=0.0)
@@ -60,7 +60,7 @@ def run(restarts: int, steps: int) -> Outcome:
                 print(f"  {line}", end="", flush=True)
                 outcome.lines.append(line.rstrip())
                 if not killed and line.startswith("step"):
-                    sampler = next(int(pid) for seen in outcome.lines for pid in re.findall(r"sampler: pid (\d+)", seen))
+                    sampler = int(re.findall(r"sampler: pid (\d+)", "\n".join(outcome.lines))[0])
                     print(f"  SIGKILL to the sampler (pid {sampler})", flush=True)
                     killed = time.monotonic()
                     os.kill(sampler, signal.SIGKILL)
@@ -77,9 +77,9 @@ def run(restarts: int, steps: int) -> Outcome:
 
 
 def summary(stderr: str) -> str:
-    """torchrun's own words on the root cause."""
-    start = stderr.rfind("Root Cause")
-    return "\n".join(f"  {line}" for line in stderr[start:].splitlines() if not line.startswith("====")) if start > 0 else ""
+    """Torchrun's own words on the root cause."""
+    _, found, text = stderr.rpartition("Root Cause")
+    return "\n".join(f"  {line}" for line in (found + text).splitlines() if found and not line.startswith("===="))
 
 
 def main() -> int:

@@ -56,6 +56,15 @@ BREAKERS = {
         def start(self): raise RuntimeError("can't start new thread")
         patched = start
     """,
+    "a queue that nobody empties": """
+        import logging.handlers, queue
+        logging.basicConfig(handlers=[logging.handlers.QueueHandler(queue.Queue())])
+    """,
+    "a queue of another process": """
+        import logging.handlers
+        logging.basicConfig(handlers=[logging.handlers.QueueHandler(multiprocessing.get_context("fork").Queue())])
+    """,
+    "stdout without flush": "sys.stdout = type('Bare', (), {'write': lambda self, text: None})()",
     "ascii stderr": "logging.basicConfig(stream=open(2, 'w', encoding='ascii', errors='strict', closefd=False))",
 }
 
@@ -70,7 +79,7 @@ if __name__ == "__main__":
     until(lambda: os.path.exists(f"/proc/{{process.pid}}"))
 {textwrap.indent(textwrap.dedent(BREAKERS[how]), "    ")}
     {after_launch}
-    say("broken")
+    os.write(1, b"broken\\n")
     block_in_c()
 """
     run = rank(script)
@@ -84,6 +93,55 @@ if __name__ == "__main__":
     assert "killed by SIGKILL" in run.stderr
     assert f"(pid {run.pid}) exits with code 1" in run.stderr
     run.assert_nothing_left()
+
+
+def test_a_queue_listener_gets_its_time(rank, tmp_path):
+    """T14: a record handed to a QueueHandler is in the log before the exit, though its listener is slow."""
+    run = rank(
+        """
+        if __name__ == "__main__":
+            import logging.handlers, queue
+            class Slow(logging.FileHandler):
+                def emit(self, record):
+                    time.sleep(0.1)
+                    super().emit(record)
+            lines = queue.Queue()
+            logging.basicConfig(handlers=[logging.handlers.QueueHandler(lines)])
+            logging.handlers.QueueListener(lines, Slow(sys.argv[1])).start()
+            ProcessWatchdog("sampler").launch(targets.hard_exit, (3,), context="fork")
+            while True: pass
+        """,
+        str(tmp_path / "log"),
+    )
+    assert run.wait() == 1
+    assert "exited with code 3" in (tmp_path / "log").read_text()
+    assert not run.reports()  # not twice
+
+
+@pytest.mark.parametrize("way", ["own handle", "patched callHandlers"])
+def test_the_report_goes_the_loggers_own_way_once(rank, way):
+    """Handlers that return nothing, and tools that patch the Logger class, get the record; it is not said twice."""
+    run = rank(
+        """
+        if __name__ == "__main__":
+            class Own(logging.Handler):
+                def handle(self, record): say("record", record.levelname, record.event["name"])
+            if sys.argv[1] == "own handle":
+                logging.basicConfig(handlers=[Own()])
+            else:
+                original = logging.Logger.callHandlers
+                def patched(logger, record):
+                    say("record", record.levelname, record.event["name"])
+                    return original(logger, record)
+                logging.Logger.callHandlers = patched
+            ProcessWatchdog("sampler").launch(targets.hard_exit, (3,), context="fork")
+            block_in_c()
+        """,
+        way,
+    )
+    assert run.wait() == 1
+    assert run.stdout.splitlines().count("record ERROR sampler") == 1
+    assert len(run.reports()) == (0 if way == "own handle" else 1)
 
 
 def test_naive_reporting_hangs(rank):

@@ -13,6 +13,10 @@ import targets
 from watchdog.process import ProcessWatchdog
 
 
+async def coroutine(death):
+    """Nobody would await it."""
+
+
 @pytest.mark.parametrize(
     ("error", "arguments"),
     [
@@ -37,7 +41,9 @@ from watchdog.process import ProcessWatchdog
         (TypeError, {"expected_exit_codes": (True,)}),
         (ValueError, {"expected_exit_codes": (256,)}),
         (ValueError, {"expected_exit_codes": (-100,)}),
+        (ValueError, {"poll_interval": 10**400}),
         (TypeError, {"on_death": "abort"}),
+        (TypeError, {"on_death": coroutine}),
     ],
 )
 def test_construction(error, arguments):

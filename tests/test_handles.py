@@ -186,6 +186,113 @@ def test_an_adopted_process_is_not_reaped(deaths):
     assert process.wait() == 3
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_default_process_class_under_any_default_method(rank, method):
+    """T10: `multiprocessing.Process` does not name its start method; a living child of a fork server is alive."""
+    run = rank(
+        """
+        class Own(multiprocessing.Process):
+            def run(self): targets.sleep()
+        if __name__ == "__main__":
+            multiprocessing.set_start_method(sys.argv[1])
+            for number, make in enumerate((lambda: multiprocessing.Process(target=targets.sleep, daemon=True), Own)):
+                process = make()
+                process.start()
+                watchdog = ProcessWatchdog(f"s{number}", poll_interval=0.01, on_death=lambda death: say("died", death))
+                watchdog.watch(process)
+                launched = ProcessWatchdog(f"l{number}", poll_interval=0.01)
+                launched.launch(targets.sleep, context=multiprocessing)
+                beats = time.monotonic() + 0.3
+                until(lambda: time.monotonic() > beats)
+                assert watchdog.armed and launched.armed and process.is_alive()
+                watchdog.disarm()
+                process.kill()
+                process.join()
+            say("good")
+        """,
+        method,
+    )
+    run.expect("good")
+    assert run.wait() == 0, run.describe()
+    assert "died" not in run.stdout
+
+
+def test_a_popen_of_the_process_that_this_one_was_forked_from(rank):
+    """It is nobody's child here; a clear error, and no death."""
+    run = rank(
+        """
+        if __name__ == "__main__":
+            process = subprocess.Popen(["sleep", "60"])
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    ProcessWatchdog("s").watch(process)
+                except ValueError as error:
+                    say("refused", "forked from" in str(error))
+                os._exit(0)
+            os.waitpid(pid, 0)
+            process.kill()
+            process.wait()
+        """
+    )
+    assert run.expect("refused ") == "True"
+    assert run.wait() == 0, run.describe()
+
+
+@pytest.mark.parametrize("make", [subprocess.Popen, psutil.Popen])
+def test_a_finished_handle_with_code_zero(make, deaths, caplog):
+    """An expected end, though only the handle still knows it."""
+    process = make([sys.executable, "-c", "pass"])
+    process.wait()
+    caplog.set_level("INFO", "watchdog.process")
+    watchdog = ProcessWatchdog("done", on_death=deaths)
+    watchdog.watch(process)
+    deadline = time.monotonic() + 10
+    while watchdog.death is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    watchdog.stop()
+    assert watchdog.death.status == Exited(0)
+    assert not deaths
+
+
+def test_an_owner_that_waits_gets_its_zero_in_peace(rank):
+    """E11 on a kernel that forgets: the main thread sits in `wait()` of a command that ends with 0."""
+    run = rank(
+        """
+        import watchdog.linux
+        watchdog.linux.recall_status = lambda pidfd: None
+        if __name__ == "__main__":
+            for round in range(40):
+                with ProcessWatchdog("command") as watchdog:
+                    assert watchdog.launch_command([sys.executable, "-S", "-c", "pass"]).wait() == 0
+                    watchdog._watch.handle.wait(10)
+            say("good")
+        """
+    )
+    run.expect("good")
+    assert run.wait() == 0, run.describe()
+
+
+def test_launching_after_an_adopted_handle_was_let_go():
+    """At once, not a moment later."""
+    for end in (ProcessWatchdog.stop, ProcessWatchdog.disarm):
+        watchdog = ProcessWatchdog("stub")
+        watchdog.watch(Stub())
+        end(watchdog)
+        assert watchdog.launch_command(["sleep", "60"]).poll() is None
+        assert watchdog.stop() == -15
+
+
+def test_stop_leaves_the_code_in_the_handle():
+    """Though the watch thread reaps at the same moment."""
+    watchdog = ProcessWatchdog("command")
+    for _ in range(50):
+        process = watchdog.launch_command(["sleep", "60"])
+        assert watchdog.stop() == -15
+        assert process.returncode == -15
+
+
 RECYCLE = """
 import subprocess, sys
 pid = int(sys.argv[1])

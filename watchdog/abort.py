@@ -17,8 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import Callable, NoReturn
+from contextlib import ExitStack, suppress
+from functools import partial
+from operator import methodcaller
+from typing import Any, Callable, NoReturn
 
 from watchdog.death import Death
 from watchdog.errors import ServerDied
@@ -154,51 +156,96 @@ def run_bounded(steps: Iterable[Callable[[], object]], seconds: float) -> bool:
 
 
 def _say(text: str, death: Death) -> None:
-    taken: list[bool] = []
+    delivery = _Delivery(text, death)
     # The record is made there too, so that a user's record factory that blocks is bounded with the rest.
-    in_time = run_bounded([lambda: taken.append(_log(text, death))], _LOGGING_BOUND)
-    if not (in_time and taken and taken[0]):
+    in_time = run_bounded([delivery.log], _LOGGING_BOUND)
+    if not (in_time and delivery.arrived):
         run_bounded([lambda: _write_raw(text)], 2 * _RAW_PATIENCE)
 
 
-def _log(text: str, death: Death) -> bool:
-    """Hand one record to the handlers as Logger.handle does; True if at least one took it and none failed."""
-    if not logger.isEnabledFor(logging.ERROR):
-        return False
-    extra = {"event": death.as_dict()}
-    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (), None, "abort", extra)
-    if not logger.filter(record):
-        return False
-    taken, failed = False, False
-    for handler in _handlers():
-        if record.levelno < handler.level or isinstance(handler, logging.NullHandler):
-            continue
-        if _would_block(handler, _LOG_PATIENCE):
-            failed = True
-            continue
-        try:
-            taken = bool(_handle(handler, record)) or taken
-        except Exception:
-            failed = True
-    return taken and not failed
+class _Delivery:
+    """One ERROR record on its way through the logger, and what became of it.
+
+    The record goes the logger's own way, as tools that patch `Logger` expect. To learn what logging keeps to itself,
+    the handlers on that way get a `handle` and a `handleError` of ours for the time being; other records that come by
+    meanwhile are passed on.
+    """
+
+    def __init__(self, text: str, death: Death) -> None:
+        self.failed = False
+        self._takers: list[logging.Handler] = []
+        self._text = text
+        self._event = death.as_dict()
+
+    @property
+    def arrived(self) -> bool:
+        return bool(self._takers) and not self.failed
+
+    def log(self) -> None:
+        if not logger.isEnabledFor(logging.ERROR):
+            return
+        extra = {"event": self._event}
+        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, self._text, (), None, "abort", extra)
+        with ExitStack() as restored:
+            for handler in _handlers():
+                restored.callback(self._listen_to(handler))
+            try:
+                logger.handle(record)
+            except Exception:
+                self.failed = True
+        if not all(_drained(handler) for handler in self._takers):
+            self.failed = True
+
+    def _listen_to(self, handler: logging.Handler) -> Callable[[], None]:
+        """Returns what puts the handler back to what it was."""
+        attributes, names = vars(handler), ("handle", "handleError")
+        before = {name: attributes[name] for name in names if name in attributes}
+        handle, handle_error = handler.handle, handler.handleError
+
+        def listening_handle(record: logging.LogRecord) -> Any:
+            if not self._is_ours(record):
+                return handle(record)
+            if _would_block(handler, _LOG_PATIENCE):
+                self.failed = True
+                return False
+            result = handle(record)
+            # False if a filter dropped it; a `handle` of somebody's own may well return nothing.
+            if (result is None or bool(result)) and not isinstance(handler, logging.NullHandler):
+                self._takers.append(handler)
+            return result
+
+        def listening_handle_error(record: logging.LogRecord) -> None:
+            if self._is_ours(record):
+                self.failed = True
+            else:
+                handle_error(record)
+
+        def restore() -> None:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(before)
+
+        attributes.update(handle=listening_handle, handleError=listening_handle_error)
+        return restore
+
+    def _is_ours(self, record: logging.LogRecord) -> bool:
+        return getattr(record, "event", None) is self._event  # a filter may have replaced the record by its copy
 
 
-def _handle(handler: logging.Handler, record: logging.LogRecord) -> object:
-    """`handler.handle`, but raising what logging hides behind `Handler.handleError`."""
-    attributes = vars(handler)
-    own = attributes.get("handleError")
+def _drained(handler: logging.Handler) -> bool:
+    """For a handler that puts its records into a queue: whether they came out at the other end within its bound.
 
-    def fail(record: logging.LogRecord) -> None:
-        raise
-
-    attributes["handleError"] = fail
-    try:
-        return handler.handle(record)
-    finally:
-        if own is None:
-            del attributes["handleError"]
-        else:
-            attributes["handleError"] = own
+    Only `queue.Queue` tells when its listener is done with a record. Of others one cannot know.
+    """
+    module = sys.modules.get("logging.handlers")
+    if module is None or not isinstance(handler, module.QueueHandler):
+        return True
+    deadline = time.monotonic() + _LOG_PATIENCE
+    while getattr(handler.queue, "unfinished_tasks", 1) > 0:
+        if time.monotonic() > deadline or not hasattr(handler.queue, "unfinished_tasks"):
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _handlers() -> list[logging.Handler]:
@@ -236,8 +283,11 @@ def _write_raw(text: str) -> None:
 def _flush(deadline: float) -> None:
     # Every handler of the process: a user's MemoryHandler may hang on any logger.
     handlers = [reference() for reference in list(getattr(logging, "_handlerList", ()))]
-    flushes = [thing.flush for thing in (sys.stdout, sys.stderr, *handlers) if thing is not None]
-    run_bounded(flushes, deadline - time.monotonic())
+
+    things = [thing for thing in (sys.stdout, sys.stderr, *handlers) if thing is not None]
+    # `methodcaller` looks `flush` up as late as this: what is no stream raises where it is contained.
+    flush = methodcaller("flush")
+    run_bounded([partial(flush, thing) for thing in things], deadline - time.monotonic())
 
 
 def _rank() -> str:

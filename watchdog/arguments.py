@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["exit_codes", "natural", "printable", "seconds", "start_context"]
+__all__ = ["callback", "exit_codes", "natural", "printable", "seconds", "start_context"]
 
 
 def seconds(what: str, value: float, *, zero: bool = True) -> float:
     """A finite number of seconds, not negative, and not zero either unless `zero`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
         raise ValueError(f"{what} must be a finite number of seconds, {least}, not {value!r}")
-    return float(value)
+    return number
+
+
+def callback(what: str, value: Any) -> Any:
+    """A callable that is run to its end by calling it, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{what} must be callable or None, not {value!r}")
+    if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(type(value).__call__):
+        raise TypeError(f"{what} must not be a coroutine function, which nobody would await: {value!r}")
+    return value
 
 
 def natural(what: str, value: int) -> int:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
+from multiprocessing import process as _process
+from multiprocessing.process import BaseProcess  # type: ignore[attr-defined]
 from typing import Any
 
 from watchdog import linux
@@ -33,9 +34,6 @@ class Handle:
     def poll(self) -> Status | None:
         """How the process ended, None while it lives. Steals nothing; never raises for a process that is just gone."""
         raise NotImplementedError(f"{type(self).__name__} has no poll")
-
-    def disown(self) -> None:
-        """In a forked copy of the rank: nothing may happen to the process because of this copy."""
 
     @property
     def loss(self) -> str:
@@ -67,9 +65,6 @@ class ProcessHandle(Handle):
         self.pid: int = pid
         self._start_time: int | None = None
         self._ended = ended
-        self._is_our_child = isinstance(process, subprocess.Popen) or (
-            isinstance(process, BaseProcess) and not _is_forkserver(process)
-        )
         if ended is None:
             self._open()
 
@@ -94,8 +89,8 @@ class ProcessHandle(Handle):
                 return True
         except linux.NotOurChild:
             # Somebody reaped it, or it never was ours (fork server, psutil). Only a pidfd gets this answer, so readable
-            # is dead. A pidfd on what should be our child and is not stands for a process that got the pid later.
-            return self._is_our_child or linux.is_readable(self.pidfd)
+            # is dead.
+            return linux.is_readable(self.pidfd)
         except OSError:
             pass  # no pidfd any more: closed by others, its number perhaps reused
         else:
@@ -113,10 +108,19 @@ class ProcessHandle(Handle):
     def _is_dead_without_pidfd(self) -> bool:
         try:
             return linux.peek_status(None, self.pid) is not None
-        except linux.NotOurChild:
-            return self._is_our_child or not self._still_there()
-        except AttributeError:  # macOS has no os.waitid before Python 3.13
+        except (linux.NotOurChild, AttributeError):  # macOS has no os.waitid before Python 3.13
             return not self._still_there()
+
+    @property
+    def is_our_living_child(self) -> bool:
+        """Whether the kernel knows it for our child; a handle's pid alone may be another process's by now."""
+        try:
+            linux.peek_status(self.pidfd, self.pid)
+        except linux.NotOurChild:
+            return False
+        except (OSError, AttributeError):
+            pass  # cannot say
+        return True
 
     def _still_there(self) -> bool:
         return linux.exists(self.pid, self._start_time)
@@ -160,11 +164,6 @@ class ProcessHandle(Handle):
             return "reaped elsewhere"
         return "reaped elsewhere" if isinstance(self.process, subprocess.Popen) else "not a child"
 
-    def disown(self) -> None:
-        # At its end a forked copy would send SIGTERM to the daemonic children that it believes to have.
-        if isinstance(self.process, BaseProcess):
-            _children.discard(self.process)
-
     def send_signal(self, number: int) -> bool:
         """Signal exactly this process; False if it is dead."""
         if self.poll() is not None:
@@ -203,11 +202,14 @@ class ProcessHandle(Handle):
                 if code is not None and self.process._popen.returncode is None:  # type: ignore[attr-defined]
                     self.process._popen.returncode = code  # type: ignore[attr-defined]
                 # Out of the list whose members multiprocessing signals by pid at exit: by then it may be another's pid.
-                _children.discard(self.process)
+                _process._children.discard(self.process)  # type: ignore[attr-defined]
                 linux.reap(self.pidfd, self.pid)
             else:
-                # Popen has a lock of its own for this. If its status was taken it says 0; we know better.
-                self.process.poll()
+                # Popen has a lock of its own for this, which another thread may hold for a moment (its poll() says None
+                # then) or as long as it sits in wait(), until it stores the code. If the status was taken Popen says 0.
+                deadline = time.monotonic() + _STATUS_PATIENCE
+                while self.process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.001)
                 if code is not None and self.process.returncode is not None:
                     self.process.returncode = code
 
@@ -215,20 +217,20 @@ class ProcessHandle(Handle):
 def open_handle(process: Any) -> Handle:
     """The view of `process` that the watch loop needs.
 
-    Raises TypeError for an object that offers neither interface, ValueError for a process that was never started.
+    Raises TypeError for an object that offers neither interface, ValueError for a process that was never started or is
+    somebody else's child.
     """
     psutil = sys.modules.get("psutil")  # whoever passes a psutil handle has imported it
     if isinstance(process, BaseProcess):
         popen = getattr(process, "_popen", None)
         if popen is None or process.pid is None or getattr(process, "_parent_pid", None) != os.getpid():
             raise ValueError(f"cannot watch {process!r}: it was never started, or not by this process")
-        return ProcessHandle(process, process.pid, _stored_status(process))
+        return _open_process(process, child=popen.method in ("fork", "spawn"))
     if isinstance(process, subprocess.Popen):
-        return ProcessHandle(process, process.pid, _stored_status(process))
+        return _open_process(process, child=True)
     if psutil is not None and isinstance(process, psutil.Process):
-        ended = _stored_status(process)
-        handle = ProcessHandle(process, process.pid, ended)
-        if ended is None and not process.is_running():
+        handle = _open_process(process, child=False)
+        if handle.poll() is None and not process.is_running():
             return ProcessHandle(process, process.pid, Lost())  # the pid is free, or belongs to somebody else by now
         return handle
     for method, code in (("is_alive", "exitcode"), ("poll", "returncode")):
@@ -239,8 +241,19 @@ def open_handle(process: Any) -> Handle:
     )
 
 
+def _open_process(process: Any, *, child: bool) -> ProcessHandle:
+    handle = ProcessHandle(process, process.pid, _stored_status(process))
+    if child and handle.poll() is None and not handle.is_our_living_child:
+        stat = linux.read_stat(process.pid)
+        if stat is not None and stat.parent == os.getppid():
+            raise ValueError(f"cannot watch {process!r}: it belongs to the process that this one was forked from")
+        return ProcessHandle(process, process.pid, Lost())  # its status was taken, and the pid is another's by now
+    return handle
+
+
 def _is_forkserver(process: BaseProcess) -> bool:
-    return getattr(process, "_start_method", None) == "forkserver"
+    # Not `_start_method`: the class `multiprocessing.Process` has none and takes the default.
+    return getattr(getattr(process, "_popen", None), "method", None) == "forkserver"
 
 
 def _stored_code(process: Any) -> Any:
@@ -251,15 +264,14 @@ def _stored_code(process: Any) -> Any:
 def _stored_status(process: Any) -> Status | None:
     """The code a handle has stored already, as far as it can be believed.
 
-    multiprocessing's fork server says 255 when it lost the code, and subprocess says 0 when somebody else took it:
-    neither is an answer.
+    multiprocessing's fork server says 255 when it lost the code: that is no answer. subprocess says 0 when somebody
+    else took the status and the owner then asked. A 0 is believed all the same where the kernel cannot say (before
+    Linux 6.15): nearly always it is what the owner's own wait() got, and to abort then would kill a healthy job.
     """
     code = _stored_code(process)
-    if isinstance(process, BaseProcess):
-        doubtful = code == 255 and _is_forkserver(process)
-    else:
-        doubtful = code == 0
-    return None if code is None or doubtful else _from_code(code)
+    if code is None or (code == 255 and isinstance(process, BaseProcess) and _is_forkserver(process)):
+        return None
+    return _from_code(code)
 
 
 def _from_code(code: Any) -> Status:

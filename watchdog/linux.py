@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import select
 import signal
@@ -26,9 +27,13 @@ _NR_PIDFD_SEND_SIGNAL = 424
 _NR_PIDFD_OPEN = 434
 _P_PIDFD = 3  # linux/wait.h; `os.P_PIDFD` is missing from builds against old headers (conda's, for one)
 
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20 if sys.platform == "linux" else 0x1000
+_PROT_READ_WRITE = 0x3
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 0x2, 0x4  # linux/fcntl.h; Python's names come and go with the build
 # linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes.
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 1 << 3
+_LONGEST_POLL = 86_400.0  # seconds
 _PIDFD_INFO = struct.Struct("QQ11Ii")  # mask, cgroup id, eleven ids, the wait status
 
 
@@ -40,32 +45,55 @@ class Fd:
     """An owned file descriptor, closed when its last holder lets go.
 
     The watch thread, `stop()` and a signal handler use one descriptor at once; whoever holds the object may be sure
-    that the number is not closed, and given to another file, between its look and its use.
+    that we do not close the number between its look and its use. Others may: `os.closerange` is a daemon's habit, and
+    the number then belongs to a file of theirs. So it is looked at before it is written to or closed.
     """
 
-    __slots__ = ("_owner", "number")
+    __slots__ = ("__weakref__", "_file", "_open", "_owner", "number")
 
     def __init__(self, number: int) -> None:
+        # Out of the way of stdin, stdout and stderr: where those are closed, who writes to "stderr" would write here.
+        if number <= 2:
+            moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+            os.close(number)
+            number = moved
         self.number = number
+        self._open = [number]
         self._owner = os.getpid()
+        self._file = _identity(number)
 
     def fileno(self) -> int:
         return self.number
 
+    @property
+    def intact(self) -> bool:
+        """Whether the number still stands for our file, as far as the kernel can tell files apart."""
+        try:
+            return self.number >= 0 and _identity(self.number) == self._file
+        except OSError:
+            return False
+
     def close(self) -> None:
-        number, self.number = self.number, -1
-        # A forked copy leaves the number alone: code there may have closed it and got it again for a file of its own.
-        if number >= 0 and self._owner == os.getpid():
-            try:
-                os.close(number)
-            except OSError:
-                pass  # somebody closed it for us (`os.closerange`)
+        """Idempotent, also when two threads do it at once."""
+        try:
+            number = self._open.pop()  # one of them gets it
+        except IndexError:
+            return
+        # A forked copy leaves the number alone: it is open there until the copy's end, and does no harm.
+        if self._owner == os.getpid() and self.intact:
+            os.close(number)
+        self.number = -1
 
     def __del__(self) -> None:
         try:
             self.close()
         except Exception:
             pass  # the interpreter is going away, and its modules with it
+
+
+def _identity(number: int) -> tuple[int, int]:
+    status = os.fstat(number)
+    return status.st_dev, status.st_ino
 
 
 def _syscall(number: int, *arguments: int) -> int:
@@ -122,7 +150,8 @@ def wait_readable(fds: tuple[Fd, ...], timeout: float) -> None:
     while True:
         # One millisecond up, so that a caller that loops towards a deadline does not spin through its last one.
         left = max(0.0, deadline - time.monotonic())
-        events = poller.poll(int(left * 1000) + 1)
+        # poll takes a C int of milliseconds; a caller that waits longer than a day comes back.
+        events = poller.poll(int(min(left, _LONGEST_POLL) * 1000) + 1)
         closed = [number for number, event in events if event & select.POLLNVAL]
         if not events or len(closed) < len(events):
             return
@@ -182,8 +211,6 @@ def recall_status(pidfd: Fd) -> Exited | Signalled | None:
     ioctl PIDFD_GET_INFO, see pidfd.h. It answers only once the process was reaped, up to some milliseconds after its
     death.
     """
-    import fcntl
-
     buffer = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd.number, _PIDFD_GET_INFO, buffer)
@@ -196,10 +223,11 @@ def recall_status(pidfd: Fd) -> Exited | Signalled | None:
 class Stat(NamedTuple):
     """What we use of /proc/<pid>/stat (see proc(5)).
 
-    State letter, session id, start time in clock ticks since boot, wait status.
+    State letter, parent's pid, session id, start time in clock ticks since boot, wait status.
     """
 
     state: str
+    parent: int
     session: int
     start_time: int
     wait_status: int
@@ -212,7 +240,7 @@ def read_stat(pid: int) -> Stat | None:
             line = file.read()
         # The command's name stands in parentheses and may hold anything, spaces and parentheses too.
         fields = line[line.rindex(b")") + 2 :].split()
-        return Stat(fields[0].decode("ascii"), int(fields[3]), int(fields[19]), int(fields[49]))
+        return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[49]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -293,13 +321,70 @@ def start_time(pid: int) -> int | None:
     return stat.start_time if stat is not None and stat.start_time != 0 else None
 
 
-def memfd(name: str, size: int) -> Fd | None:
-    """A sealed-off piece of memory to share with a child, None where the system has none to give."""
+class SharedMemory:
+    """Memory that this process shares with a child, `size` bytes, zeroed.
+
+    Python's mmap keeps a descriptor of its own, which cannot be told apart or moved away (up to Python 3.12), so the
+    mapping is made by hand. It lives as long as the object. `memfd` goes to children that are not forked; where the
+    system has none to give it is None, and only forked ones share the memory.
+    """
+
+    def __init__(self, name: str, size: int, number: int | None = None) -> None:
+        self.memfd = _memfd(name, size) if number is None else Fd(number)
+        flags = _MAP_SHARED | (_MAP_ANONYMOUS if self.memfd is None else 0)
+        fd = -1 if self.memfd is None else self.memfd.number
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._unmap = libc.munmap
+        self._size = size
+        self._address = libc.mmap(None, size, _PROT_READ_WRITE, flags, fd, 0)
+        if self._address in (None, ctypes.c_void_p(-1).value):
+            self._address = None
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.bytes = memoryview((ctypes.c_char * size).from_address(self._address)).cast("B")
+        if number is not None:
+            self.memfd = None  # the child has no further use for it
+
+    def __del__(self) -> None:
+        address, self._address = getattr(self, "_address", None), None
+        if address is not None:
+            del self.bytes
+            self._unmap(address, self._size)
+
+
+def _memfd(name: str, size: int) -> Fd | None:
     if not hasattr(os, "memfd_create"):
         return None
     try:
-        fd = Fd(os.memfd_create(name, os.MFD_CLOEXEC))
+        fd = Fd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.number, size)
+        # Whoever writes to its number by mistake writes behind the page, which may not grow, and not into it.
+        os.lseek(fd.number, size, os.SEEK_SET)
+        fcntl.fcntl(fd.number, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
     except OSError:
         return None
     return fd
+
+
+def server_memfd(name: str) -> str:
+    """What the memory is called that an owner shares with the server `name`: by it other processes see the owner."""
+    return "sidecar-watchdog:" + name.encode("utf-8", "replace")[:150].decode("utf-8", "ignore")
+
+
+def holds_memfd(pid: int, name: str) -> bool:
+    """Whether process `pid` has a descriptor of a memfd called `name`; False where that cannot be seen."""
+    wanted = f"/memfd:{name} (deleted)"
+    try:
+        return any(_link(f"/proc/{pid}/fd/{number}") == wanted for number in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None

@@ -7,7 +7,6 @@ https://github.com/alibaba/TorchEasyRec/pull/554.
 
 from __future__ import annotations
 
-import _thread
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -16,20 +15,20 @@ import signal
 import subprocess
 import sys
 import threading
-import types
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Callable, Optional, Union
 
 from watchdog import rank
 from watchdog.abort import abort, interrupt, notify
-from watchdog.arguments import exit_codes, natural, printable, seconds, start_context
+from watchdog.arguments import callback, exit_codes, natural, printable, seconds, start_context
 from watchdog.death import Death
 from watchdog.handles import ProcessHandle, open_handle
 from watchdog.record import Record, StopEvent
 from watchdog.server import Call, serve
 from watchdog.torchelastic import ERROR_FILE
-from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, starting, stop_servers
+from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, ours, starting, stop_servers
 
 __all__ = ["ProcessWatchdog"]
 
@@ -64,22 +63,24 @@ class ProcessWatchdog:
         on_death: Optional[Callable[[Death], object]] = None,
         signal_grace: float = 5.0,
     ) -> None:
-        if on_death is not None and not callable(on_death):
-            raise TypeError(f"on_death must be callable or None, not {on_death!r}")
         self.name = printable("name", name)
         self._settings = Settings(
             poll_interval=seconds("poll_interval", poll_interval, zero=False),
             expected_exit_codes=exit_codes("expected_exit_codes", expected_exit_codes),
-            on_death=None if on_death is abort else on_death,
+            on_death=None if on_death is abort else callback("on_death", on_death),
             signal_grace=seconds("signal_grace", signal_grace),
         )
-        self._owner: int | None = os.getpid()
+        self._reset(os.getpid())
+
+    def _reset(self, owner: int | None) -> None:
+        self._owner = owner  # the pid in which the object does something; None: nowhere
         # Re-entrant, so that a signal handler that launches while its thread does gets an error, not a deadlock.
         self._lock = threading.RLock()
         self._starting: StopEvent | None = None
         self._watch: Watch | None = None
         self._process: Any = None
         self._what: object = None
+        self._warned = False  # that another target was asked for
 
     def launch(
         self,
@@ -115,11 +116,10 @@ class ProcessWatchdog:
         context = start_context(context)
 
         def start(record: Record) -> Process:
-            if getattr(multiprocessing.current_process(), "daemon", False):
-                raise RuntimeError(
-                    f"{self.name}: this process is daemonic, and daemonic processes cannot have children"
-                )
+            if getattr(multiprocessing.process.current_process(), "daemon", False):
+                raise RuntimeError(f"{self.name}: this process is daemonic, and such a process cannot have children")
             process: Process = context.Process(target=serve, args=(record, call), name=self.name, daemon=daemon)
+            ours(process)
             process.start()
             return process
 
@@ -148,11 +148,12 @@ class ProcessWatchdog:
                 raise TypeError(f"argv must hold strings or paths, not {argument!r}")
         if env is not None and not isinstance(env, Mapping):
             raise TypeError(f"env must be a mapping or None, not {env!r}")
-        environment = dict(os.environ if env is None else env)
-        # A server that uses torchelastic's @record would write its own failure over that of its rank.
-        environment.pop(ERROR_FILE, None)
 
         def start(record: Record) -> subprocess.Popen[bytes]:
+            # Only now: the mark that keeps a command from launching itself is set by then.
+            environment = rank.marked(dict(os.environ if env is None else env))
+            # A server that uses torchelastic's @record would write its own failure over that of its rank.
+            environment.pop(ERROR_FILE, None)
             return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
 
         handle: Optional[subprocess.Popen[bytes]] = self._launch(start, tuple(argv), local_rank)
@@ -171,10 +172,10 @@ class ProcessWatchdog:
             return
         _refuse_patched_threads()
         with self._lock:
-            if self._watch is not None and self._watch.lives and (self.armed or self._watch.launched):
+            if self._is_busy():
                 raise RuntimeError(f"{self.name}: watches {self._process!r} already")
             handle = open_handle(process)
-            stop = StopEvent(Record())
+            stop = StopEvent(Record(self.name))
             self._adopt(Watch(self.name, handle, stop, self._settings_now(), launched=False), process, None)
 
     def disarm(self) -> None:
@@ -230,12 +231,14 @@ class ProcessWatchdog:
         return None if self._watch is None else self._watch.death
 
     def __getstate__(self) -> dict[str, Any]:
-        # Locks, threads and descriptors stay behind, and so does a callback that may not be picklable.
-        return {"name": self.name}
+        # Locks, threads and descriptors stay behind, and so does a callback, which may not be picklable.
+        state = {name: value for name, value in vars(self).items() if name not in _OWN}
+        state["_settings"] = replace(self._settings, on_death=None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["name"])  # type: ignore[misc]
-        self._owner = None  # inert
+        vars(self).update(state)
+        self._reset(None)  # inert; `__init__`, which a subclass may have made to launch, is not called
 
     def _launch(self, start: Callable[[Record], Any], what: object, local_rank: Optional[int]) -> Any:
         own_rank = rank.local_rank()
@@ -253,22 +256,26 @@ class ProcessWatchdog:
         with self._lock:
             if self._starting is not None:
                 raise RuntimeError(f"{self.name}: launch was called from within launch")
-            if self._watch is not None and self._watch.lives:
+            if self._is_busy():
                 return self._living(what)
-            self._starting = StopEvent(Record())
+            self._starting = StopEvent(Record(self.name))
             try:
                 return self._start(start, self._starting, what)
             finally:
                 self._starting = None
 
+    def _is_busy(self) -> bool:
+        """Whether a server that we launched lives, or an adopted one is watched."""
+        current = self._watch
+        return current is not None and current.lives and (current.launched or current.armed)
+
     def _living(self, what: object) -> Any:
         if self._watch is None or not self._watch.launched:
             raise RuntimeError(f"{self.name}: watches {self._process!r} already")
-        if what != self._what:
-            notify(
-                logging.WARNING,
-                f"{self.name}: {what!r} is not launched, since {self._what!r} (pid {self._process.pid}) lives",
-            )
+        if not _same(what, self._what) and not self._warned:
+            self._warned = True
+            living = f"{_shown(self._what)} (pid {self._process.pid})"
+            notify(logging.WARNING, f"{self.name}: {_shown(what)} is not launched, since {living} lives")
         return self._process
 
     def _start(self, start: Callable[[Record], Any], stop: StopEvent, what: object) -> Any:
@@ -282,21 +289,22 @@ class ProcessWatchdog:
                 process = start(stop.record)
                 # A command runs nothing of ours, and so says nothing of itself.
                 record = stop.record if isinstance(process, Process) else None
-                handle = ProcessHandle(process, process.pid)
-                ours = Watch(self.name, handle, stop, self._settings_now(), launched=True, record=record)
+                new = Watch(self.name, open_handle(process), stop, self._settings_now(), launched=True, record=record)
                 _disarm_on_terminate(process, stop)
-                self._adopt(ours, process, what)
+                self._adopt(new, process, what)
             except BaseException:
-                _break_off(stop.record, process)
-                rank.unmark_owner(self.name)
+                # Under fork the server itself may come by here, if it cannot even leave.
+                if os.getpid() == self._owner:
+                    _break_off(stop.record, process)
+                    rank.unmark_owner(self.name)
                 raise
         if stop.is_set():
-            stop_servers([ours], STOP_TIMEOUT)  # stop() was called, in a signal handler, while we started
+            stop_servers([new], STOP_TIMEOUT)  # stop() was called, in a signal handler, while we started
         return process
 
     def _adopt(self, new: Watch, process: Any, what: object) -> None:
         new.start()
-        self._watch, self._process, self._what = new, process, what
+        self._watch, self._process, self._what, self._warned = new, process, what, False
 
     def _settings_now(self) -> Settings:
         if self._settings.on_death is None and (hasattr(sys, "ps1") or sys.flags.interactive):
@@ -304,15 +312,39 @@ class ProcessWatchdog:
         return self._settings
 
 
+# What a copy of a watchdog does not get.
+_OWN = ("_owner", "_lock", "_starting", "_watch", "_process", "_what", "_warned")
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        return one is other  # arrays and their like have their own ideas
+
+
+def _shown(what: object) -> str:
+    try:
+        return repr(what)
+    except Exception:
+        return object.__repr__(what)
+
+
 def _disarm_on_terminate(process: Any, stop: StopEvent) -> None:
-    """Make `terminate()` on the handle an orderly end. On the object: multiprocessing pickles the class by name."""
-    terminate = process.terminate
+    """Make `terminate()` on the handle an orderly end, and a forked copy of the handle harmless.
 
-    def disarm_and_terminate() -> None:
-        stop.set()
-        terminate()
+    On the object, since multiprocessing pickles the class by its name. Weakly, since what a cycle holds (descriptors
+    among it) lives until the garbage collector comes by, which training loops like to switch off.
+    """
+    reference, owner = weakref.ref(process), os.getpid()
 
-    process.terminate = disarm_and_terminate
+    def terminate() -> None:
+        process = reference()
+        if process is not None and os.getpid() == owner:
+            stop.set()
+            type(process).terminate(process)
+
+    process.terminate = terminate
 
 
 def _break_off(record: Record, process: Any) -> None:
@@ -339,8 +371,12 @@ def _refuse_missing_main_guard(name: str) -> None:
 
 
 def _refuse_patched_threads() -> None:
-    if not isinstance(_thread.start_new_thread, types.BuiltinFunctionType):
+    """A green thread would not notice a death while another one blocks."""
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if (gevent is not None and gevent.is_module_patched("threading")) or (
+        eventlet is not None and eventlet.is_monkey_patched("thread")
+    ):
         raise RuntimeError(
-            "threads are replaced in this process (gevent or eventlet monkey patching), and a green thread "
-            "would not notice a death while another one blocks: launch before patching, or exclude thread"
+            "threads are replaced in this process (gevent or eventlet monkey patching), and a green thread would not "
+            "notice a death while another one blocks: leave threads unpatched, with patch_all(thread=False)"
         )

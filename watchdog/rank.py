@@ -10,7 +10,7 @@ from typing import Any
 
 from watchdog import linux
 
-__all__ = ["local_rank", "mark_owner", "owner_above", "unmark_owner"]
+__all__ = ["local_rank", "mark_owner", "marked", "owner_above", "unmark_owner"]
 
 _VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _MARK = "SIDECAR_WATCHDOG_OWNERS"  # JSON: {name: [pid, start time, torchelastic run id]}
@@ -35,19 +35,21 @@ def local_rank() -> int:
 
 def mark_owner(name: str) -> None:
     """Tell the children of this process, through the environment, that it owns the server `name`."""
-    owners = _owners()
-    owners[name] = [os.getpid(), linux.start_time(os.getpid()), os.environ.get(_RUN_ID)]
-    os.environ[_MARK] = json.dumps(owners)
+    _owned[name] = [os.getpid(), linux.start_time(os.getpid()), os.environ.get(_RUN_ID)]
+    _publish()
 
 
 def unmark_owner(name: str) -> None:
-    """Take the mark back, if it is ours."""
-    owners = _owners()
-    if name in owners and owners[name][0] == os.getpid():
-        del owners[name]
-        os.environ[_MARK] = json.dumps(owners)
-        if not owners:
-            del os.environ[_MARK]
+    """Take the mark back."""
+    if _owned.pop(name, None) is not None:
+        _publish()
+
+
+def marked(environment: dict[str, str]) -> dict[str, str]:
+    """`environment` with our marks, for a child that does not get ours."""
+    if _MARK in os.environ:
+        environment[_MARK] = os.environ[_MARK]
+    return environment
 
 
 def owner_above(name: str) -> str | None:
@@ -56,18 +58,44 @@ def owner_above(name: str) -> str | None:
     A DataLoader worker that runs the training script again must start nothing. The mark counts while its owner lives,
     and in the same torchelastic run.
     """
-    owner = _owners().get(name)
+    owner = _marks().get(name)
     if owner is not None:
         pid, start_time, run_id = owner
         if pid != os.getpid() and run_id == os.environ.get(_RUN_ID) and linux.exists(pid, start_time):
             return f"process {pid} owns it"
+    # The children of a fork server have the environment of the time when that was started, perhaps before the mark.
+    parent = _process.parent_process()
+    if parent is not None and parent.pid is not None and linux.holds_memfd(parent.pid, linux.server_memfd(name)):
+        return f"process {parent.pid} owns it"
     if getattr(_process.current_process(), "_inheriting", False):
         # A child of multiprocessing that is importing the main script: whoever started it ran this line before.
         return "this is a child process that imports the main script"
     return None
 
 
-def _owners() -> dict[str, list[Any]]:
+# Of this process: {name: [pid, start time, torchelastic run id]}. In a forked copy the pids are another's, as they
+# should be: the copy hands the marks on.
+_owned: dict[str, list[Any]] = {}
+
+
+def _publish() -> None:
+    # No lock, which could be held at a fork. Who was overtaken by another thread sees it, and writes again.
+    while True:
+        text = _text()
+        if text == "{}":
+            os.environ.pop(_MARK, None)
+        else:
+            os.environ[_MARK] = text
+        if text == _text():
+            return
+
+
+def _text() -> str:
+    inherited = {name: owner for name, owner in _marks().items() if owner[0] != os.getpid()}
+    return json.dumps({**inherited, **dict(_owned)})
+
+
+def _marks() -> dict[str, list[Any]]:
     try:
         owners = json.loads(os.environ.get(_MARK, "{}"))
         return {

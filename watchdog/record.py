@@ -7,9 +7,9 @@ descriptors, and nothing in it is a lock.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
+from contextlib import suppress
 from typing import Any
 
 from watchdog import linux
@@ -29,24 +29,28 @@ _TEXT_SIZE = _SIZE - _TEXT_AT
 class Record:
     """One server's page. Made by the rank; a spawned server gets it by pickling, a forked one by inheritance."""
 
-    def __init__(self) -> None:
-        self._memfd = linux.memfd("sidecar-watchdog", _SIZE)
-        # Without memfd the page still serves within the rank and in forked servers.
-        self._map = mmap.mmap(-1 if self._memfd is None else self._memfd.number, _SIZE)
+    def __init__(self, name: str) -> None:
+        self._memory = linux.SharedMemory(linux.server_memfd(name), _SIZE)
 
     def __getstate__(self) -> Any:
-        if self._memfd is None:
+        if self._memory.memfd is None:
             return None
         from multiprocessing.reduction import DupFd
 
-        return DupFd(self._memfd.number)
+        return DupFd(self._memory.memfd.number)
 
     def __setstate__(self, state: Any) -> None:
-        self._memfd = None
-        number = -1 if state is None else state.detach()
-        self._map = mmap.mmap(number, _SIZE)
-        if number >= 0:
-            os.close(number)
+        self._memory = linux.SharedMemory("", _SIZE, None if state is None else state.detach())
+
+    def retire(self) -> None:
+        """The server is gone: from now on this process does not look like its owner."""
+        memfd = self._memory.memfd
+        if memfd is not None:
+            memfd.close()
+
+    @property
+    def _map(self) -> memoryview:
+        return self._memory.bytes
 
     def request_stop(self) -> None:
         self._map[_STOP] = 1
@@ -86,7 +90,7 @@ class Record:
     @property
     def traceback(self) -> str | None:
         length: int = _LENGTH.unpack_from(self._map, _LENGTH_AT)[0]
-        data = self._map[_TEXT_AT : _TEXT_AT + min(length, _TEXT_SIZE)]
+        data = bytes(self._map[_TEXT_AT : _TEXT_AT + min(length, _TEXT_SIZE)])
         return data.decode("utf-8", "replace") if data else None
 
 
@@ -102,17 +106,17 @@ class StopEvent:
         self._owner = os.getpid()
         reader, writer = os.pipe()
         self.reader, self._writer = linux.Fd(reader), linux.Fd(writer)
-        os.set_blocking(writer, False)
+        os.set_blocking(self._writer.number, False)
 
     def set(self) -> None:
         """Idempotent; safe from any thread and from a signal handler."""
         if os.getpid() != self._owner:
             return
         self.record.request_stop()
-        try:
-            os.write(self._writer.number, b"\0")
-        except OSError:
-            pass  # full: the thread has its wake-up already; closed by others: it looks at the flag on its next beat
+        # Closed by others: the thread looks at the flag on its next beat. Full: it has its wake-up already.
+        if self._writer.intact:
+            with suppress(OSError):
+                os.write(self._writer.number, b"\0")
 
     def is_set(self) -> bool:
         return self.record.stop_requested

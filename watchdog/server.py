@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, Callable
 
 from watchdog.record import Record
@@ -59,7 +60,10 @@ def serve(record: Record, call: Call) -> None:
         raise SystemExit(130) from None
     except SystemExit as error:
         # sys.exit("text") is a failure with code 1 and a message; a number is the target's own choice.
-        if error.code is not None and not isinstance(error.code, int):
+        if isinstance(error.code, int):
+            # As the system takes it. os._exit, which ends a forked child, refuses what does not fit into a C int.
+            raise SystemExit(error.code & 0xFF) from None
+        if error.code is not None:
             _keep(record, error)
         raise
     except BaseException as error:
@@ -94,12 +98,13 @@ def _fresh_streams() -> None:
     so that logging handlers which hold it go on working; what the rank had buffered is the rank's to write.
     """
     for stream in (sys.stdout, sys.stderr):
-        if type(stream) is not io.TextIOWrapper or type(stream.buffer) is not io.BufferedWriter:
-            continue  # replaced by the user, or unbuffered
-        _abandoned.append(stream.buffer)
-        raw = io.FileIO(stream.fileno(), "w", closefd=False)
-        settings = (stream.encoding, stream.errors, "\n", stream.line_buffering, stream.write_through)
-        stream.__init__(io.BufferedWriter(raw), *settings)  # type: ignore[misc]
+        with suppress(Exception):  # closed, detached, on something without a descriptor: then it stays as it is
+            if type(stream) is not io.TextIOWrapper or type(stream.buffer) is not io.BufferedWriter:
+                continue  # replaced by the user, or unbuffered
+            settings = (stream.encoding, stream.errors, "\n", stream.line_buffering, stream.write_through)
+            buffer = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+            _abandoned.append(stream.buffer)
+            stream.__init__(buffer, *settings)  # type: ignore[misc]
 
 
 _abandoned: list[object] = []  # closing a buffer takes its lock, so these are never let go

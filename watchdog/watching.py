@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from typing import Callable, Optional
 
 from watchdog import linux
@@ -21,7 +24,7 @@ from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
 from watchdog.record import Record, StopEvent
 
-__all__ = ["STOP_TIMEOUT", "Settings", "Watch", "install_hooks", "starting", "stop_servers"]
+__all__ = ["STOP_TIMEOUT", "Settings", "Watch", "install_hooks", "ours", "starting", "stop_servers"]
 
 OnDeath = Callable[[Death], object]
 
@@ -50,6 +53,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
+        self.processes: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
         self.starting: dict[str, object] = {}  # names under which a launch is on its way
         # Held from the moment a death is going to abort: the process ends once, with one report.
         self.aborting = threading.Lock()
@@ -63,9 +67,15 @@ _fork_hook_installed = False
 def _forget() -> None:
     """In a forked child: nothing the parent watches is ours. Takes no lock and logs nothing."""
     global _registry
-    for watch in _registry.watches:
-        watch.handle.disown()
+    # At its end the copy would send SIGTERM to the daemonic children that it believes to have.
+    for process in list(_registry.processes):
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     _registry = _Registry()
+
+
+def ours(process: BaseProcess) -> None:
+    """Make known, before it starts, a process that no forked copy may end."""
+    _registry.processes.add(process)
 
 
 @contextmanager
@@ -178,6 +188,7 @@ class Watch:
     def close(self) -> None:
         """Nothing more will come of it. Idempotent."""
         self.over = True
+        self.stop.record.retire()
         with suppress(ValueError):
             _registry.watches.remove(self)
 
