@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing import process as _process
-from multiprocessing.process import BaseProcess  # type: ignore[attr-defined]
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from watchdog import linux
