@@ -15,6 +15,10 @@ help:  ## this list
 demo: .venv/.ready  ## see a server die, and its rank leave with the reason
 	.venv/bin/python examples/demo.py
 
+.PHONY: demo-torchrun
+demo-torchrun: .venv-torch/.ready  ## the same under torchrun: killed once, and killed once with a restart left
+	.venv-torch/bin/python examples/demo_torchrun.py
+
 .PHONY: test
 test: .venv/.ready  ## the suite, on PYTHON (python3)
 	.venv/bin/python -m pytest -m "not torch"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,3 +283,20 @@ def test_the_demo_knows_a_broken_promise(without: Outcome, watched: Outcome, wor
     else:
         assert len(broken) == 1
         assert words in broken[0]
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_real_redis(rank, killed):
+    """`launch_command` around a program of somebody else's: a clean end, and one that names it."""
+    harness_rank = harness.Rank(
+        EXAMPLES / "redis_sidecar.py", ["--steps", "500", *(["--kill-after", "300"] * killed)], {}
+    )
+    rank.started.append(harness_rank)
+    pid = int(harness_rank.expect("redis: pid"))
+    assert harness_rank.wait() == int(killed), harness_rank.describe()
+    assert ("500 reads and writes in" in harness_rank.stdout) == (not killed)
+    reported = f"redis (pid {pid}) died after" in harness_rank.stderr and "killed by SIGKILL" in harness_rank.stderr
+    assert reported == killed
+    assert not harness.alive(pid)
+    harness_rank.assert_nothing_left()

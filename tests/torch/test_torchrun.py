@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -70,12 +71,72 @@ def test_a_killed_sampler_ends_the_job(torchrun):
     os.kill(sampler, signal.SIGKILL)
     assert job.wait() != 0
     assert time.monotonic() - killed < 15
-    assert job.stderr.count(f"sampler (pid {sampler}) died after") == 1
+    assert len(re.findall(rf"^sampler \(pid {sampler}\) died after", job.stderr, re.MULTILINE)) == 1
     assert "killed by SIGKILL (exit code -9)" in job.stderr
     root_cause = job.stderr[job.stderr.index("Root Cause") :]
     assert re.search(r"rank\s*: 0 \(local_rank: 0\)", root_cause), job.stderr
     assert re.search(r"exitcode\s*: 1 ", root_cause), job.stderr
     job.assert_nothing_left(10)
+
+
+def test_the_summary_shows_the_report(torchrun, tmp_path):
+    """The launcher's own reader takes our file, and its summary has our text under the root cause."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    job = torchrun("--log-dir", str(tmp_path), SCRIPT, "--steps", "1000000", "--report-every", "10")
+    job.expect("step ")
+    (sampler,) = job.pids("sampler")
+    os.kill(sampler, signal.SIGKILL)
+    assert job.wait() != 0
+    (path,) = tmp_path.rglob("0/error.json")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert f"sampler (pid {sampler}) died after" in failure.message["extraInfo"]["py_callstack"]
+    assert abs(failure.timestamp - time.time()) < 120
+    root_cause = job.stderr[job.stderr.index("Root Cause") :]
+    assert str(path) in root_cause
+    assert re.search(rf"traceback : sampler \(pid {sampler}\) died after .*killed by SIGKILL", root_cause)
+    assert re.search(r"rank 0 \(pid \d+\) exits with code 1", root_cause)
+    assert not list(tmp_path.rglob("error.json.*"))
+
+
+RECORDED = """
+import time
+from torch.distributed.elastic.multiprocessing.errors import record
+from watchdog.process import ProcessWatchdog
+
+@record
+def server():
+    raise ValueError("the server's own failure")
+
+@record
+def main():
+    ProcessWatchdog("sampler").launch(server, context="fork")
+    time.sleep(60)
+
+main()
+"""
+
+
+def test_a_server_with_record_does_not_write_over_its_rank(torchrun, tmp_path):
+    """Its failure is told by the rank, as the server's."""
+    script = tmp_path / "recorded.py"
+    script.write_text(RECORDED)
+    job = torchrun("--log-dir", str(tmp_path / "logs"), str(script))
+    assert job.wait() != 0
+    root_cause = job.stderr[job.stderr.index("Root Cause") :]
+    assert re.search(r"rank\s*: 0 \(local_rank: 0\)", root_cause), job.stderr
+    assert re.search(r"traceback : sampler \(pid \d+\) died after", root_cause), job.stderr
+    assert "cause: ValueError: the server's own failure" in root_cause
+
+
+def test_the_demo(tmp_path):
+    """Killed once: the job ends with its reason; with a restart left it completes."""
+    demo = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo_torchrun.py")], capture_output=True, text=True, timeout=240
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stdout.count("as expected: ") == 5
+    assert "traceback : sampler (pid" in demo.stdout
 
 
 def test_a_healthy_job_is_left_alone(torchrun):
