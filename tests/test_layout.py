@@ -21,8 +21,8 @@ FLOORS = (
     {"death", "errors", "arguments"},
     {"linux"},
     {"handles", "record", "diagnosis", "rank", "torchelastic"},
-    {"server", "abort", "guardian"},
-    {"watching"},
+    {"abort", "guardian"},
+    {"watching", "server"},
     {"process", "parent", "workers", "prefetch"},  # the tools
     {"cli"},
     {"__init__"},

@@ -1,13 +1,14 @@
 """sidecar-watchdog: when an auxiliary server dies, the job that waits for it ends at once, and says why.
 
-The floors, each importing only from those below it: process (the tool) - watching (the loop) - abort (the only way
-out), server (what runs in the server before its target) - handles, record, rank, diagnosis - linux (system calls) -
-death, errors, arguments (values). Nothing below needs this file.
+The floors, each importing only from those below it: process, parent (the tools) - watching (the loop), server (what
+runs in the server before its target) - abort (the only way out) - handles, record, rank, diagnosis, torchelastic -
+linux (system calls) - death, errors, arguments (values). Nothing below needs this file.
 """
 
 from watchdog.abort import abort, interrupt
 from watchdog.death import Cause, Death, Exited, Lost, Signalled
 from watchdog.errors import ServerDied
+from watchdog.parent import ParentWatchdog, exit_with_parent
 from watchdog.process import ProcessWatchdog
 
 __all__ = [
@@ -15,9 +16,11 @@ __all__ = [
     "Death",
     "Exited",
     "Lost",
+    "ParentWatchdog",
     "ProcessWatchdog",
     "ServerDied",
     "Signalled",
     "abort",
+    "exit_with_parent",
     "interrupt",
 ]

@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -24,9 +25,22 @@ from typing import Any, Callable, NoReturn
 
 from watchdog.death import Death
 from watchdog.errors import ServerDied
+from watchdog.handles import ProcessHandle
 from watchdog.torchelastic import write_error_file
 
-__all__ = ["abort", "arm_dead_man", "before_leaving", "interrupt", "leave", "notify", "report", "run_bounded"]
+__all__ = [
+    "abort",
+    "arm_dead_man",
+    "before_leaving",
+    "exit_now",
+    "follow",
+    "interrupt",
+    "leave",
+    "notify",
+    "report",
+    "run_bounded",
+    "terminate_self",
+]
 
 logger = logging.getLogger("watchdog.process")
 
@@ -35,6 +49,7 @@ _ERROR_FILE_BOUND = 0.3  # seconds; its folder may be on a network
 _LOGGING_BOUND = 1.0  # seconds for the log record
 _FLUSHING_BOUND = 1.5  # seconds for log record and flushing together
 _LAST_ACTS_BOUND = 0.4  # seconds
+_TERM_GRACE = 3.0  # seconds
 _LOG_PATIENCE = 0.5  # seconds to wait for a slow reader of a handler's stream
 _RAW_PATIENCE = 0.1  # seconds to wait for a slow reader of fd 2
 # faulthandler writes a dump before it leaves. On fd 2 that could block in a full pipe; on a number that no descriptor
@@ -88,6 +103,42 @@ def arm_dead_man() -> None:
     """
     with suppress(Exception):
         faulthandler.dump_traceback_later(_DEAD_MAN, exit=True, file=_NOWHERE)
+
+
+def follow(handle: ProcessHandle, check_interval: float, end: Callable[[], object]) -> threading.Thread:
+    """Start a daemon thread that calls `end` once the process behind `handle` is dead.
+
+    It needs the GIL now and then: a process whose C code holds it follows later. Every `check_interval` seconds the
+    process is looked at anew, in case that descriptors were closed under us.
+    """
+
+    def run() -> None:
+        while not handle.is_dead():
+            with suppress(Exception):  # a look that fails is no death; the next one comes
+                handle.wait(check_interval)
+        end()
+
+    thread = threading.Thread(target=run, name=f"watchdog-follows-{handle.pid}", daemon=True)
+    thread.start()
+    return thread
+
+
+def exit_now(exit_code: int) -> NoReturn:
+    """End this process with `exit_code`; stdout, stderr and the log handlers are flushed first, for 1 s at most."""
+    try:
+        _flush(time.monotonic() + _LOGGING_BOUND)
+    finally:
+        os._exit(exit_code)
+
+
+def terminate_self() -> NoReturn:
+    """SIGTERM to this process, whose handler gets 3 seconds; then SIGKILL."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_TERM_GRACE)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
 
 
 def interrupt(death: Death) -> None:

@@ -58,12 +58,15 @@ class UnknownHandle(Handle):
 
 
 class ProcessHandle(Handle):
-    """A process of this machine, behind a `multiprocessing`, `subprocess` or `psutil` object or a pid alone."""
+    """A process of this machine, behind a `multiprocessing`, `subprocess` or `psutil` object, or (None) a pid alone.
 
-    def __init__(self, process: Any, pid: int, ended: Status | None = None) -> None:
+    `start_time` says which process of that pid is meant; None means the one that has it now.
+    """
+
+    def __init__(self, process: Any, pid: int, ended: Status | None = None, *, start_time: int | None = None) -> None:
         self.process = process
         self.pid: int = pid
-        self._start_time: int | None = None
+        self._start_time = start_time
         self._ended = ended
         if ended is None:
             self._open()
@@ -74,14 +77,20 @@ class ProcessHandle(Handle):
         except ProcessLookupError:
             self._ended = self._recover()
             return
-        self._start_time = linux.start_time(self.pid)
+        start_time = linux.start_time(self.pid)
+        if self._start_time is not None and start_time is not None and start_time != self._start_time:
+            self.forget()
+        self._start_time = start_time
 
     def poll(self) -> Status | None:
-        if self._ended is None and self._is_dead():
+        if self._ended is None and self.is_dead():
             self._ended = self._recover()
         return self._ended
 
-    def _is_dead(self) -> bool:
+    def is_dead(self) -> bool:
+        """Whether the process is gone, or a zombie; its status is not looked for."""
+        if self._ended is not None:
+            return True
         if self.pidfd is None:
             return self._is_dead_without_pidfd()
         try:
@@ -110,6 +119,10 @@ class ProcessHandle(Handle):
             return linux.peek_status(None, self.pid) is not None
         except (linux.NotOurChild, AttributeError):  # macOS has no os.waitid before Python 3.13
             return not self._still_there()
+
+    def forget(self) -> None:
+        """The pid turned out to be another process's: the one that was meant is gone."""
+        self._ended = Lost()
 
     @property
     def is_our_living_child(self) -> bool:
@@ -176,14 +189,14 @@ class ProcessHandle(Handle):
             return False
         return True
 
-    def wait(self, timeout: float) -> Status | None:
-        """Sleep for `timeout` seconds or until the process is dead; how it ended, None if it lives."""
+    def wait(self, timeout: float) -> bool:
+        """Sleep for `timeout` seconds or until the process is dead; whether it is."""
         deadline = time.monotonic() + timeout
         while True:
-            status = self.poll()
+            dead = self.is_dead()
             left = deadline - time.monotonic()
-            if status is not None or left <= 0:
-                return status
+            if dead or left <= 0:
+                return dead
             if self.pidfd is None:
                 time.sleep(min(left, 0.02))
             else:

@@ -20,6 +20,8 @@ _SIZE = 64 * 1024  # bytes; untouched pages cost nothing
 _STOP, _ENTERED = 0, 1  # one byte each
 _IDENTITY = struct.Struct("=II")  # the server's pid and session id, written by itself
 _IDENTITY_AT = 8
+_OWNER = struct.Struct("=qI")  # the rank's start time in clock ticks (-1: unknown) and pid, written by the rank
+_OWNER_AT = 24
 _LENGTH = struct.Struct("=I")
 _LENGTH_AT = 16
 _TEXT_AT = 64
@@ -31,6 +33,8 @@ class Record:
 
     def __init__(self, name: str) -> None:
         self._memory = linux.SharedMemory(linux.server_memfd(name), _SIZE)
+        start_time = linux.start_time(os.getpid())
+        _OWNER.pack_into(self._map, _OWNER_AT, -1 if start_time is None else start_time, os.getpid())
 
     def __getstate__(self) -> Any:
         if self._memory.memfd is None:
@@ -76,6 +80,12 @@ class Record:
         """The server's own pid; None as long as it has not run a line of ours."""
         pid: int = _IDENTITY.unpack_from(self._map, _IDENTITY_AT)[0]
         return pid or None
+
+    @property
+    def owner(self) -> tuple[int, int | None]:
+        """The rank's pid, and its start time as `linux.start_time` has it."""
+        start_time, pid = _OWNER.unpack_from(self._map, _OWNER_AT)
+        return pid, None if start_time < 0 else start_time
 
     def write_traceback(self, text: str) -> None:
         """Keep `text`; of a very long one the beginning and the end."""

@@ -11,10 +11,14 @@ import traceback
 from contextlib import suppress
 from typing import Any, Callable
 
+from watchdog.abort import follow, terminate_self
+from watchdog.handles import ProcessHandle
 from watchdog.record import Record
 from watchdog.torchelastic import ERROR_FILE
 
 __all__ = ["Call", "serve"]
+
+_CHECK_INTERVAL = 5.0  # seconds; see `follow`
 
 
 class Call:
@@ -51,6 +55,9 @@ def serve(record: Record, call: Call) -> None:
         if record.stop_requested:
             # The launch was broken off, or stop() was called, between our birth and this line.
             os.kill(os.getpid(), signal.SIGTERM)
+        # Not for ever behind a dead rank, whatever way that ended: its own clean-up may not have run.
+        pid, start_time = record.owner
+        follow(ProcessHandle(None, pid, start_time=start_time), _CHECK_INTERVAL, terminate_self)
         target, args, kwargs = call.load()
         record.enter()
         target(*args, **kwargs)

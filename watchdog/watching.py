@@ -226,7 +226,7 @@ class Watch:
         """Disarmed: a server that we launched is still reaped at its end, so that none stays as a zombie."""
         if self.launched and isinstance(self.handle, ProcessHandle):
             with suppress(Exception):
-                while self.handle.wait(self.settings.poll_interval) is None:
+                while not self.handle.wait(self.settings.poll_interval):
                     pass
                 self.reap()
         self.close()
