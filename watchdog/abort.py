@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from operator import methodcaller
+from types import FrameType
 from typing import Any, Callable, NoReturn
 
 from watchdog.death import Death
@@ -60,14 +61,18 @@ _NOWHERE = 2**31 - 1
 _reported: Death | None = None
 _last_acts: list[Callable[[], object]] = []
 _leaving = threading.Lock()
+_dead_man_armed = False
 
 
 def abort(death: Death) -> NoReturn:
     """Report `death` and end this process with code 1, within 2 seconds whatever happens.
 
     First the error file that torchrun named, if any; then one ERROR record on the logger `watchdog.process` with the
-    event in `extra`, and a raw line on fd 2 if logging failed; then stdout, stderr and the log handlers are flushed. No
-    clean-up of the interpreter runs: no `finally`, no `atexit`.
+    event in `extra`, and a raw line on fd 2 if logging failed; then stdout, stderr and the log handlers are flushed.
+
+    No clean-up of the interpreter runs: no `finally`, no `atexit`. But what waits for the dead server would wait for
+    ever: servers that this process launched get SIGTERM and, 0.3 s later, SIGKILL; and if it leads its session, as
+    torchrun's ranks do, every other process of that session gets SIGKILL.
     """
     leave(death, time.time())
 
@@ -99,8 +104,13 @@ def before_leaving(act: Callable[[], object]) -> None:
 def arm_dead_man() -> None:
     """From now on this process ends with code 1 within 1.9 s, even if no Python code runs any more.
 
-    It takes faulthandler's only timer, which a user may have armed: this process has no further use for it.
+    It takes faulthandler's only timer, which a user may have armed: this process has no further use for it. A second
+    call does not prolong it.
     """
+    global _dead_man_armed
+    if _dead_man_armed:
+        return
+    _dead_man_armed = True
     with suppress(Exception):
         faulthandler.dump_traceback_later(_DEAD_MAN, exit=True, file=_NOWHERE)
 
@@ -144,14 +154,26 @@ def terminate_self() -> NoReturn:
 def interrupt(death: Death) -> None:
     """Raise `ServerDied`, with `death`, in the main thread at its next bytecode.
 
-    A main thread that is blocked in C sees it when that call returns. For interactive sessions and tests.
+    A main thread that is blocked in C sees it when that call returns. For interactive sessions and tests. Nothing is
+    raised while IPython waits for its next line: it would be IPython that fails.
     """
+    main = threading.main_thread().ident or 0
+    if "IPython" in sys.modules and not _runs_a_cell(sys._current_frames().get(main)):
+        return
     # The interpreter takes a class and calls it without arguments.
     error = type("ServerDied", (ServerDied,), {"__init__": lambda self: ServerDied.__init__(self, death)})
     error.__module__ = ServerDied.__module__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(error)
-    )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(error))
+
+
+def _runs_a_cell(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "run_code" and frame.f_globals.get("__name__") == "IPython.core.interactiveshell":
+            return True
+        frame = frame.f_back
+    # A script that merely imports IPython runs all the time.
+    get_ipython = getattr(sys.modules["IPython"], "get_ipython", None)
+    return get_ipython is None or get_ipython() is None
 
 
 def report(death: Death) -> None:
@@ -169,14 +191,14 @@ def notify(level: int, text: str) -> None:
     """
     with suppress(Exception):
         if logger.isEnabledFor(level) and not any(_would_block(handler, 0) for handler in _handlers()):
-            run_bounded([lambda: logger.log(level, text)], _LOGGING_BOUND)
+            run_bounded([lambda: logger.log(level, text)], _LOGGING_BOUND, inline=False)
 
 
-def run_bounded(steps: Iterable[Callable[[], object]], seconds: float) -> bool:
+def run_bounded(steps: Iterable[Callable[[], object]], seconds: float, *, inline: bool = True) -> bool:
     """Run each step on a helper thread; True if all were done within `seconds`.
 
     A step that blocks holds up neither the caller nor the steps behind it; one that raises counts as done. If no thread
-    can be started (none left, or the interpreter is ending) the steps run here and now.
+    can be started (none left, or the interpreter is ending) the steps run here and now, or not at all unless `inline`.
     """
     waiting = deque(steps)
     done: list[None] = []
@@ -196,7 +218,8 @@ def run_bounded(steps: Iterable[Callable[[], object]], seconds: float) -> bool:
         try:
             thread.start()
         except RuntimeError:
-            work()
+            if inline:
+                work()
             break
         # The last step may use all the time there is; one that blocks before others shares it with them.
         thread.join(max(0.0, deadline - time.monotonic()) / (len(waiting) + 1))
@@ -342,4 +365,10 @@ def _flush(deadline: float) -> None:
 
 
 def _rank() -> str:
-    return f"rank {(os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or '0').strip()}"
+    for variable in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        value = os.environ.get(variable, "").strip()
+        if value.isdigit():
+            return f"rank {value}"
+    # A launcher that tells only the local rank; without any launcher there is one rank.
+    value = os.environ.get("LOCAL_RANK", "").strip()
+    return f"local rank {value}" if value.isdigit() else "rank 0"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import signal as _signal
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 __all__ = ["Cause", "Death", "Exited", "Lost", "Signalled", "Status", "signal_name"]
 
@@ -53,6 +53,7 @@ class Lost:
 
 
 Status = Union[Exited, Signalled, Lost]
+Certainty = Literal["certain", "likely", "possible"]
 
 
 class Cause(enum.Enum):
@@ -85,7 +86,7 @@ class Death:
     status: Status
     uptime: float | None = None
     cause: Cause = Cause.LOST
-    certainty: str = "certain"
+    certainty: Certainty = "certain"
     evidence: tuple[str, ...] = ()
     traceback: str | None = None
     stderr_tail: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any
 from watchdog import linux
 from watchdog.death import Exited, Lost, Signalled, Status
 
-__all__ = ["Handle", "ProcessHandle", "UnknownHandle", "open_handle"]
+__all__ = ["Handle", "ProcessHandle", "UnknownHandle", "is_forked", "open_handle"]
 
 # Seconds in which the true status may still turn up after somebody else reaped: PIDFD_GET_INFO was measured to
 # answer up to 3.3 ms late, a thread that won the race for waitpid stores its result within microseconds.
@@ -68,6 +68,7 @@ class ProcessHandle(Handle):
         self.pid: int = pid
         self._start_time = start_time
         self._ended = ended
+        self._reaped = False
         if ended is None:
             self._open()
 
@@ -104,8 +105,7 @@ class ProcessHandle(Handle):
             pass  # no pidfd any more: closed by others, its number perhaps reused
         else:
             return False
-        # A new descriptor for the same process, if it is there; what the old number stands for now isn't ours to close.
-        self.pidfd.number = -1
+        # A new descriptor for the same process, if it is there. The old one knows that its number is not ours any more.
         if not self._still_there():
             return True
         try:
@@ -175,7 +175,9 @@ class ProcessHandle(Handle):
             if _is_forkserver(self.process):
                 return "possibly lost with the fork server" if _stored_code(self.process) == 255 else "not a child"
             return "reaped elsewhere"
-        return "reaped elsewhere" if isinstance(self.process, subprocess.Popen) else "not a child"
+        psutil = sys.modules.get("psutil")
+        popens = (subprocess.Popen,) if psutil is None else (subprocess.Popen, psutil.Popen)
+        return "reaped elsewhere" if isinstance(self.process, popens) else "not a child"
 
     def send_signal(self, number: int) -> bool:
         """Signal exactly this process; False if it is dead."""
@@ -205,26 +207,34 @@ class ProcessHandle(Handle):
     def reap(self) -> None:
         """Take the status of a dead server that we launched, so that no zombie stays and its handle tells the truth."""
         status = self.poll()
-        if status is None:
+        if status is None or self._reaped:
             return
-        code = _code(status)
-        with suppress(Exception):
-            if isinstance(self.process, BaseProcess):
-                # Process is not thread-safe: a user's join() that loses the race for waitpid returns before the winner
-                # has stored the code. So the code is stored first and taken second.
-                if code is not None and self.process._popen.returncode is None:  # type: ignore[attr-defined]
-                    self.process._popen.returncode = code  # type: ignore[attr-defined]
-                # Out of the list whose members multiprocessing signals by pid at exit: by then it may be another's pid.
-                _process._children.discard(self.process)  # type: ignore[attr-defined]
-                linux.reap(self.pidfd, self.pid)
-            else:
-                # Popen has a lock of its own for this, which another thread may hold for a moment (its poll() says None
-                # then) or as long as it sits in wait(), until it stores the code. If the status was taken Popen says 0.
-                deadline = time.monotonic() + _STATUS_PATIENCE
-                while self.process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                if code is not None and self.process.returncode is not None:
-                    self.process.returncode = code
+        if self.process is None:
+            linux.reap(self.pidfd, self.pid)
+        elif isinstance(self.process, BaseProcess):
+            self._reap_process(self.process, _code(status))
+        else:
+            self._reap_popen(self.process, _code(status))
+        self._reaped = True  # no second time: without a pidfd the pid may later be that of another child
+
+    def _reap_process(self, process: Any, code: int | None) -> None:
+        # Process is not thread-safe: a user's join() that loses the race for waitpid returns before the winner has
+        # stored the code. So the code is stored first and taken second. A closed Process has nothing to store it in.
+        popen = getattr(process, "_popen", None)
+        if popen is not None and popen.returncode is None and code is not None:
+            popen.returncode = code
+        # Out of the list whose members multiprocessing signals by pid at exit: by then it may be another's pid.
+        _process._children.discard(process)  # type: ignore[attr-defined]
+        linux.reap(self.pidfd, self.pid)
+
+    def _reap_popen(self, process: Any, code: int | None) -> None:
+        # Popen has a lock of its own for this, which another thread may hold for a moment (its poll() says None then)
+        # or as long as it sits in wait(), until it stores the code. If the status was taken Popen says 0.
+        deadline = time.monotonic() + _STATUS_PATIENCE
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if code is not None and process.returncode is not None:
+            process.returncode = code
 
 
 def open_handle(process: Any) -> Handle:
@@ -262,6 +272,11 @@ def _open_process(process: Any, *, child: bool) -> ProcessHandle:
             raise ValueError(f"cannot watch {process!r}: it belongs to the process that this one was forked from")
         return ProcessHandle(process, process.pid, Lost())  # its status was taken, and the pid is another's by now
     return handle
+
+
+def is_forked(process: BaseProcess) -> bool:
+    """Whether a started process shares what its parent had mapped."""
+    return getattr(getattr(process, "_popen", None), "method", None) == "fork"
 
 
 def _is_forkserver(process: BaseProcess) -> bool:

@@ -6,6 +6,11 @@ say"): missing information weakens the evidence, never the detection of a death.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("sidecar-watchdog needs a POSIX system (Linux first); Windows is not supported")
+
 import ctypes
 import errno
 import fcntl
@@ -13,14 +18,11 @@ import os
 import select
 import signal
 import struct
-import sys
+import tempfile
 import time
 from typing import NamedTuple
 
 from watchdog.death import Exited, Signalled
-
-if sys.platform == "win32":  # pragma: no cover
-    raise ImportError("sidecar-watchdog needs a POSIX system (Linux first); Windows is not supported")
 
 # The same numbers on every architecture that Linux added them to after 2019 (include/uapi/asm-generic/unistd.h).
 _NR_PIDFD_SEND_SIGNAL = 424
@@ -356,9 +358,13 @@ class SharedMemory:
 
 
 def _memfd(name: str, size: int) -> Fd | None:
-    if not hasattr(os, "memfd_create"):
-        return None
     try:
+        if not hasattr(os, "memfd_create"):
+            # A file without a name serves as well, only that nobody can tell by it who owns the server.
+            with tempfile.TemporaryFile() as file:
+                fd = Fd(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+            os.ftruncate(fd.number, size)
+            return fd
         fd = Fd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.number, size)
         # Whoever writes to its number by mistake writes behind the page, which may not grow, and not into it.

@@ -24,7 +24,7 @@ from watchdog import rank
 from watchdog.abort import abort, interrupt, notify
 from watchdog.arguments import callback, exit_codes, natural, printable, seconds, start_context
 from watchdog.death import Death
-from watchdog.handles import ProcessHandle, open_handle
+from watchdog.handles import ProcessHandle, is_forked, open_handle
 from watchdog.record import Record, StopEvent
 from watchdog.server import Call, serve
 from watchdog.torchelastic import ERROR_FILE
@@ -33,6 +33,7 @@ from watchdog.watching import STOP_TIMEOUT, Settings, Watch, install_hooks, ours
 __all__ = ["ProcessWatchdog"]
 
 Process = multiprocessing.process.BaseProcess
+Start = Callable[[Record, Callable[[Any], None]], None]
 Argument = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 
 
@@ -64,10 +65,11 @@ class ProcessWatchdog:
         signal_grace: float = 5.0,
     ) -> None:
         self.name = printable("name", name)
+        self._on_death = callback("on_death", on_death)
         self._settings = Settings(
             poll_interval=seconds("poll_interval", poll_interval, zero=False),
             expected_exit_codes=exit_codes("expected_exit_codes", expected_exit_codes),
-            on_death=None if on_death is abort else callback("on_death", on_death),
+            on_death=abort if on_death is None else on_death,
             signal_grace=seconds("signal_grace", signal_grace),
         )
         self._reset(os.getpid())
@@ -102,9 +104,11 @@ class ProcessWatchdog:
         exists and does not wait for the target. `context` is a start method's name or a multiprocessing context.
         `terminate()` on the handle is an orderly end and disarms; `kill()` is not and does not.
 
-        Raises ValueError for a bad local rank or start method, TypeError for a target that cannot be called,
-        RuntimeError in a daemonic process, under a name that another watchdog's living server has, or while something
-        else is watched; and whatever the start method raises. Nothing is left running then.
+        Raises ValueError for a bad local rank or start method; TypeError for a target that cannot be called and for
+        arguments of a wrong type; RuntimeError in a daemonic process, under a name that another watchdog's living
+        server has, while something else is watched, under green threads (gevent, eventlet), from within `launch`, and
+        in the server itself, if the main script lacks its guard; and whatever the start method raises. Nothing is left
+        running then. After `disarm()` a living server comes back as it is, disarmed.
         """
         if not callable(target):
             raise TypeError(f"target must be callable, not {target!r}")
@@ -115,13 +119,13 @@ class ProcessWatchdog:
         call = Call(target, tuple(args), dict(kwargs or {}))
         context = start_context(context)
 
-        def start(record: Record) -> Process:
+        def start(record: Record, hold: Callable[[Process], None]) -> None:
             if getattr(multiprocessing.process.current_process(), "daemon", False):
                 raise RuntimeError(f"{self.name}: this process is daemonic, and such a process cannot have children")
             process: Process = context.Process(target=serve, args=(record, call), name=self.name, daemon=daemon)
             ours(process)
+            hold(process)
             process.start()
-            return process
 
         handle: Optional[Process] = self._launch(start, target, local_rank)
         return handle
@@ -149,12 +153,15 @@ class ProcessWatchdog:
         if env is not None and not isinstance(env, Mapping):
             raise TypeError(f"env must be a mapping or None, not {env!r}")
 
-        def start(record: Record) -> subprocess.Popen[bytes]:
+        def start(record: Record, hold: Callable[[Any], None]) -> None:
             # Only now: the mark that keeps a command from launching itself is set by then.
             environment = rank.marked(dict(os.environ if env is None else env))
             # A server that uses torchelastic's @record would write its own failure over that of its rank.
             environment.pop(ERROR_FILE, None)
-            return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
+            # Held before it runs: a signal handler that raises in the constructor must not cost us the pid.
+            process: Any = object.__new__(subprocess.Popen)
+            hold(process)
+            process.__init__(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
 
         handle: Optional[subprocess.Popen[bytes]] = self._launch(start, tuple(argv), local_rank)
         return handle
@@ -175,7 +182,7 @@ class ProcessWatchdog:
             if self._is_busy():
                 raise RuntimeError(f"{self.name}: watches {self._process!r} already")
             handle = open_handle(process)
-            stop = StopEvent(Record(self.name))
+            stop = StopEvent(Record(""))  # without the name: who adopts is no owner
             self._adopt(Watch(self.name, handle, stop, self._settings_now(), launched=False), process, None)
 
     def disarm(self) -> None:
@@ -199,13 +206,19 @@ class ProcessWatchdog:
         if self._owner != os.getpid():
             return None
         self.disarm()
-        current = self._watch
+        starting, current = self._starting, self._watch
+        if starting is not None:
+            starting.record.break_off()
         if current is None:
             return None
-        if current.launched:
+        if current.launched and not current.over:
+            current.stop.record.break_off()
             stop_servers([current], timeout)
             rank.unmark_owner(self.name)
-        status = current.handle.poll()
+        try:
+            status = current.handle.poll()
+        except Exception:
+            return None  # a handle of somebody's own that cannot tell
         return None if status is None else Death(self.name, None, status).exitcode
 
     def __enter__(self) -> ProcessWatchdog:
@@ -233,14 +246,15 @@ class ProcessWatchdog:
     def __getstate__(self) -> dict[str, Any]:
         # Locks, threads and descriptors stay behind, and so does a callback, which may not be picklable.
         state = {name: value for name, value in vars(self).items() if name not in _OWN}
-        state["_settings"] = replace(self._settings, on_death=None)
+        state["_settings"] = replace(self._settings, on_death=abort)
+        state["_on_death"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset(None)  # inert; `__init__`, which a subclass may have made to launch, is not called
 
-    def _launch(self, start: Callable[[Record], Any], what: object, local_rank: Optional[int]) -> Any:
+    def _launch(self, start: Start, what: object, local_rank: Optional[int]) -> Any:
         own_rank = rank.local_rank()
         if local_rank is not None and natural("local_rank", local_rank) != own_rank:
             return None
@@ -278,27 +292,30 @@ class ProcessWatchdog:
             notify(logging.WARNING, f"{self.name}: {_shown(what)} is not launched, since {living} lives")
         return self._process
 
-    def _start(self, start: Callable[[Record], Any], stop: StopEvent, what: object) -> Any:
+    def _start(self, start: Start, stop: StopEvent, what: object) -> Any:
         if self._watch is not None:
             self._watch.stop.set()  # a former server's: no word about its end any more
-        process = None
+        held: list[Any] = []
         with starting(self.name):
             try:
                 install_hooks()
                 rank.mark_owner(self.name)
-                process = start(stop.record)
-                # A command runs nothing of ours, and so says nothing of itself.
-                record = stop.record if isinstance(process, Process) else None
+                start(stop.record, held.append)
+                (process,) = held
+                # Nothing of ours runs in a command, and only a forked server sees a page that has no file.
+                speaks = isinstance(process, Process) and (stop.record.shared or is_forked(process))
+                record = stop.record if speaks else None
                 new = Watch(self.name, open_handle(process), stop, self._settings_now(), launched=True, record=record)
                 _disarm_on_terminate(process, stop)
                 self._adopt(new, process, what)
             except BaseException:
-                # Under fork the server itself may come by here, if it cannot even leave.
+                # Not in a forked server itself: what its end raises (os._exit with a code that no C int holds) would
+                # come by here, in its copy of this frame.
                 if os.getpid() == self._owner:
-                    _break_off(stop.record, process)
+                    _break_off(stop.record, held)
                     rank.unmark_owner(self.name)
                 raise
-        if stop.is_set():
+        if stop.record.broken_off:
             stop_servers([new], STOP_TIMEOUT)  # stop() was called, in a signal handler, while we started
         return process
 
@@ -307,7 +324,7 @@ class ProcessWatchdog:
         self._watch, self._process, self._what, self._warned = new, process, what, False
 
     def _settings_now(self) -> Settings:
-        if self._settings.on_death is None and (hasattr(sys, "ps1") or sys.flags.interactive):
+        if self._on_death is None and (hasattr(sys, "ps1") or sys.flags.interactive):
             return replace(self._settings, on_death=interrupt)  # a session is not ended under its user's hands
         return self._settings
 
@@ -342,17 +359,21 @@ def _disarm_on_terminate(process: Any, stop: StopEvent) -> None:
         process = reference()
         if process is not None and os.getpid() == owner:
             stop.set()
+            stop.record.break_off()
             type(process).terminate(process)
 
     process.terminate = terminate
 
 
-def _break_off(record: Record, process: Any) -> None:
+def _break_off(record: Record, held: list[Any]) -> None:
     """Leave nothing running of a launch that failed half-way."""
-    # A child that we have no handle of (a signal handler raised between its start and our next line) reads this before
-    # it enters its target, and has written its pid before it reads.
-    record.request_stop()
-    pid = record.pid if process is None else process.pid
+    # A child that we have no pid of (a signal handler raised between its start and our next line) reads this before it
+    # enters its target, and has written its pid before it reads.
+    record.break_off()
+    process = held[0] if held else None
+    pid = getattr(process, "pid", None)
+    if pid is None:
+        process, pid = None, record.pid
     if pid is not None:
         handle = ProcessHandle(process, pid)
         handle.send_signal(signal.SIGKILL)

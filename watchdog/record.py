@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from watchdog import linux
 __all__ = ["Record", "StopEvent"]
 
 _SIZE = 64 * 1024  # bytes; untouched pages cost nothing
-_STOP, _ENTERED = 0, 1  # one byte each
+_DISARMED, _ENTERED, _BROKEN_OFF = 0, 1, 2  # one byte each
 _IDENTITY = struct.Struct("=II")  # the server's pid and session id, written by itself
 _IDENTITY_AT = 8
 _OWNER = struct.Struct("=qI")  # the rank's start time in clock ticks (-1: unknown) and pid, written by the rank
@@ -38,13 +39,13 @@ class Record:
 
     def __getstate__(self) -> Any:
         if self._memory.memfd is None:
-            return None
+            return ()  # not None, for which pickle would call no __setstate__
         from multiprocessing.reduction import DupFd
 
         return DupFd(self._memory.memfd.number)
 
     def __setstate__(self, state: Any) -> None:
-        self._memory = linux.SharedMemory("", _SIZE, None if state is None else state.detach())
+        self._memory = linux.SharedMemory("", _SIZE, None if state == () else state.detach())
 
     def retire(self) -> None:
         """The server is gone: from now on this process does not look like its owner."""
@@ -56,12 +57,25 @@ class Record:
     def _map(self) -> memoryview:
         return self._memory.bytes
 
-    def request_stop(self) -> None:
-        self._map[_STOP] = 1
+    @property
+    def shared(self) -> bool:
+        """Whether a server that is not forked can see it."""
+        return self._memory.memfd is not None
+
+    def disarm(self) -> None:
+        self._map[_DISARMED] = 1
 
     @property
-    def stop_requested(self) -> bool:
-        return self._map[_STOP] != 0
+    def disarmed(self) -> bool:
+        return self._map[_DISARMED] != 0
+
+    def break_off(self) -> None:
+        """A server that has not entered its target yet is to end; disarming alone leaves it running."""
+        self._map[_BROKEN_OFF] = 1
+
+    @property
+    def broken_off(self) -> bool:
+        return self._map[_BROKEN_OFF] != 0
 
     def enter(self) -> None:
         """Written by the server when its target is about to run."""
@@ -83,7 +97,7 @@ class Record:
 
     @property
     def owner(self) -> tuple[int, int | None]:
-        """The rank's pid, and its start time as `linux.start_time` has it."""
+        """The rank's pid (0: nobody told), and its start time as `linux.start_time` has it."""
         start_time, pid = _OWNER.unpack_from(self._map, _OWNER_AT)
         return pid, None if start_time < 0 else start_time
 
@@ -122,22 +136,20 @@ class StopEvent:
         """Idempotent; safe from any thread and from a signal handler."""
         if os.getpid() != self._owner:
             return
-        self.record.request_stop()
+        self.record.disarm()
         # Closed by others: the thread looks at the flag on its next beat. Full: it has its wake-up already.
         if self._writer.intact:
             with suppress(OSError):
                 os.write(self._writer.number, b"\0")
 
     def is_set(self) -> bool:
-        return self.record.stop_requested
+        return self.record.disarmed
 
     def wait(self, timeout: float) -> bool:
         """Sleep for `timeout` seconds or until it is set, in slices of a second: others may have closed the pipe."""
-        from time import monotonic
-
-        deadline = monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while not self.is_set():
-            left = deadline - monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
                 break
             linux.wait_readable((self.reader,), min(left, 1.0))

@@ -52,12 +52,12 @@ def serve(record: Record, call: Call) -> None:
     record.identify()
     try:
         _forget_the_rank()
-        if record.stop_requested:
-            # The launch was broken off, or stop() was called, between our birth and this line.
-            os.kill(os.getpid(), signal.SIGTERM)
+        if record.broken_off:
+            terminate_self()  # the launch failed, or stop() was called, between our birth and this line
         # Not for ever behind a dead rank, whatever way that ended: its own clean-up may not have run.
         pid, start_time = record.owner
-        follow(ProcessHandle(None, pid, start_time=start_time), _CHECK_INTERVAL, terminate_self)
+        if pid != 0:
+            follow(ProcessHandle(None, pid, start_time=start_time), _CHECK_INTERVAL, terminate_self)
         target, args, kwargs = call.load()
         record.enter()
         target(*args, **kwargs)

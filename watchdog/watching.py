@@ -11,14 +11,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
-from typing import Callable, Optional
+from typing import Callable
 
 from watchdog import linux
-from watchdog.abort import arm_dead_man, before_leaving, leave, notify, report, run_bounded
+from watchdog.abort import abort, arm_dead_man, before_leaving, leave, notify, report, run_bounded
 from watchdog.death import Death, Exited, Signalled, Status
 from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
@@ -40,11 +40,11 @@ _TOGETHER = 0.02  # seconds in which the deaths of several servers count as one 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a watchdog was told at its construction. `on_death` None stands for the abort."""
+    """What a watchdog was told at its construction."""
 
     poll_interval: float
     expected_exit_codes: frozenset[int]
-    on_death: Optional[OnDeath]
+    on_death: OnDeath
     signal_grace: float
 
 
@@ -119,37 +119,51 @@ def _end_of_interpreter() -> None:
 
 
 def _leave_nothing_behind() -> None:
-    """An abort ends the rank's other servers, as far as its two seconds allow, and what is left in a session it leads.
+    """An abort ends the rank's other servers, and what is left in a session that it leads.
 
     torchrun gives each rank a session of its own and never signals that of a rank which is gone. What waits in it for
-    the dead server (DataLoader workers, for one) would wait for ever.
+    the dead server (DataLoader workers, for one) would wait for ever. Who is dead by then is not waited for: a large
+    process takes its time to go.
     """
-    stop_servers([watch for watch in _registry.watches if watch.launched], _STOP_IN_ABORT)
+    handles = _handles(watch for watch in list(_registry.watches) if watch.launched)
+    deadline = time.monotonic() + _STOP_IN_ABORT
+    for handle in [handle for handle in handles if _signal(handle, signal.SIGTERM)]:
+        handle.wait(max(0.0, deadline - time.monotonic()))
+    for handle in handles:
+        _signal(handle, signal.SIGKILL)
     if os.getsid(0) == os.getpid():
         linux.kill_session(os.getpid())
 
 
 def stop_servers(watches: list[Watch], timeout: float) -> None:
-    """SIGTERM to all that live, `timeout` seconds for all together, SIGKILL to the rest. Starts no thread.
+    """SIGTERM to all that live, `timeout` seconds for all together, SIGKILL to the rest.
 
-    One that outlives even SIGKILL by two seconds (uninterruptible in the kernel) is named in a WARNING and left.
+    One that outlives even SIGKILL by two seconds (uninterruptible in the kernel), or may not be signalled by us, is
+    named in a WARNING and left.
     """
-    handles = [watch.handle for watch in watches if isinstance(watch.handle, ProcessHandle)]
+    handles = _handles(watches)
     for number, patience in ((signal.SIGTERM, timeout), (signal.SIGKILL, _AFTER_SIGKILL)):
         deadline = time.monotonic() + patience
-        signalled = []
-        for handle in handles:
-            with suppress(OSError):
-                if handle.send_signal(number):
-                    signalled.append(handle)
-        for handle in signalled:
+        for handle in [handle for handle in handles if _signal(handle, number)]:
             handle.wait(max(0.0, deadline - time.monotonic()))
     for watch in watches:
         if watch.handle.poll() is None:
-            notify(logging.WARNING, f"{watch.name} (pid {watch.handle.pid}) outlived SIGKILL and is left alone")
+            notify(logging.WARNING, f"{watch.name} (pid {watch.handle.pid}) could not be ended and is left alone")
         else:
             watch.reap()
         watch.close()
+
+
+def _handles(watches: Iterable[Watch]) -> list[ProcessHandle]:
+    return [watch.handle for watch in watches if isinstance(watch.handle, ProcessHandle)]
+
+
+def _signal(handle: ProcessHandle, number: int) -> bool:
+    """Whether `handle` was alive and got the signal."""
+    try:
+        return handle.send_signal(number)
+    except OSError:
+        return False  # not ours to signal: it changed its user
 
 
 class Watch:
@@ -266,12 +280,16 @@ class Watch:
 
     def _abnormal(self, status: Status, uptime: float, died_at: float) -> None:
         on_death = self.settings.on_death
-        if on_death is None:
+        if on_death is abort:
             if _registry.aborting.acquire(blocking=False):  # else the process is on its way out already
                 arm_dead_man()
-                leave(self._collect(status, uptime, with_others=True), died_at)
+                death = self._diagnose(status, uptime)
+                others: list[Death] = []
+                run_bounded([self.reap, lambda: others.extend(self._others())], _EVIDENCE_BOUND)
+                leave(replace(death, others=tuple(others)), died_at)
             return
-        death = self._collect(status, uptime, with_others=False)
+        death = self._diagnose(status, uptime)
+        run_bounded([self.reap], _EVIDENCE_BOUND)
         report(death)
         self.close()
         self.death = death
@@ -282,26 +300,13 @@ class Watch:
             notify(logging.ERROR, f"{self.name}: on_death raised {error!r}; the abort follows")
             leave(death, died_at)
 
-    def _collect(self, status: Status, uptime: float, *, with_others: bool) -> Death:
-        """The death with its evidence, or without where collecting it fails or blocks."""
-        deaths: list[Death] = []
-
-        def collect() -> None:
-            death = self._diagnose(status, uptime)
-            deaths.append(death)
-            if with_others:
-                deaths.append(replace(death, others=self._others()))
-
-        run_bounded([self.reap, collect], _EVIDENCE_BOUND)
-        return deaths[-1] if deaths else Death(self.name, self.handle.pid, status, uptime)
-
     def _diagnose(self, status: Status, uptime: float) -> Death:
         evidence = Evidence(loss=self.handle.loss)
         if self._record is not None:
             evidence = replace(evidence, traceback=self._record.traceback, entered=self._record.entered)
         return diagnose(self.name, self.handle.pid, status, uptime, evidence)
 
-    def _others(self) -> tuple[Death, ...]:
+    def _others(self) -> list[Death]:
         """The abnormal deaths of other watched servers at the same moment."""
         others = [watch for watch in list(_registry.watches) if watch is not self and watch.armed]
         deadline = time.monotonic() + _TOGETHER
@@ -318,7 +323,7 @@ class Watch:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.002)
-        return tuple(deaths)
+        return deaths
 
 
 def _exitcode(status: Status) -> int | None:
