@@ -34,7 +34,9 @@ def draw(result: Result, path: Path) -> None:
     axes.set_yticks(range(len(series)), [one.label.replace("`", "") for one in series])
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("ms from SIGKILL of the server to the end of the rank (bar: median; hollow: main thread spins)")
+    axes.set_xlabel(
+        "ms from SIGKILL of the server to the end of the rank\n(bar: median; hollow: the main thread spins)"
+    )
     axes.grid(visible=True, axis="x", which="major", linewidth=0.5, alpha=0.5)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
