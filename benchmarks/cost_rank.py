@@ -13,6 +13,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,6 +70,13 @@ def watch(count: int, window: float) -> dict[str, float]:
     return found
 
 
+def _settle() -> None:
+    """Wait, for a second at most, until the watch thread of the start before has ended, too."""
+    deadline = time.monotonic() + 1.0
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def launch(rounds: int) -> dict[str, list[dict[str, float]]]:
     """Seconds that `launch` and `Process.start` took, by start method and round."""
     found: dict[str, list[dict[str, float]]] = {}
@@ -76,12 +84,14 @@ def launch(rounds: int) -> dict[str, list[dict[str, float]]]:
         context = multiprocessing.get_context(method)
 
         def ours(method: str = method) -> float:
+            _settle()
             with ProcessWatchdog("server") as watchdog:
                 before = time.monotonic()
                 watchdog.launch(time.sleep, (LIFETIME,), context=method)
                 return time.monotonic() - before
 
         def plain(context: multiprocessing.context.BaseContext = context) -> float:
+            _settle()
             process = context.Process(target=time.sleep, args=(LIFETIME,), daemon=True)  # type: ignore[attr-defined]
             before = time.monotonic()
             process.start()
