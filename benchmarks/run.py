@@ -1,6 +1,6 @@
 """All benchmarks: writes results.md and latency.svg beside this file, and the main tables into the README.
 
-`make bench ROUNDS=n` runs it with n rounds of the latencies; on a quiet machine 50 take some twenty minutes.
+`make bench ROUNDS=n` runs it with n rounds of the latencies; with 50 it takes a quarter of an hour.
 """
 
 from __future__ import annotations
