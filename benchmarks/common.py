@@ -54,6 +54,8 @@ class Rank:
             env={**inherited, "PYTHONPATH": path, **(environment or {})},
         )
         self._pidfd = os.pidfd_open(self.process.pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
         self._said = b""
 
     def __enter__(self) -> Rank:
@@ -87,16 +89,19 @@ class Rank:
 
     def end_after_kill(self, server: int) -> float:
         """Send SIGKILL to `server`; returns the seconds until this rank is gone, all its threads and memory too."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
         before = time.monotonic()
         os.kill(server, signal.SIGKILL)
-        ended = poll.poll(int(DEADLOCK * 1000))
-        lasted = time.monotonic() - before
+        return self.wait() - before
+
+    def wait(self) -> float:
+        """Returns the moment (of `time.monotonic`) at which it is gone."""
+        # Not `Popen.wait` with a time-out, which sleeps between its looks, up to 50 ms.
+        ended = self._poll.poll(int(DEADLOCK * 1000))
+        moment = time.monotonic()
         if not ended:
-            self.fail(f"is still there {lasted:.0f} s after the end of its server")
+            self.fail(f"is still there after {DEADLOCK:.0f} s")
         self.process.wait(DEADLOCK)
-        return lasted
+        return moment
 
     @property
     def stderr(self) -> str:

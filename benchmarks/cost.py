@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from common import DEADLOCK, HERE, Rank, end_by_exception, milliseconds, no_leftovers, number, progress, summary, table
+from common import HERE, Rank, end_by_exception, milliseconds, no_leftovers, number, progress, summary, table
 
 COUNTS = (0, 1, 4, 16, 64, 256)
 IMPORTS = {"nothing": "pass", "multiprocessing": "import multiprocessing", "watchdog": "import watchdog.process"}
@@ -23,7 +23,7 @@ IMPORTS = {"nothing": "pass", "multiprocessing": "import multiprocessing", "watc
 def _measured(*arguments: str) -> Any:
     with no_leftovers(), Rank(sys.executable, str(HERE / "cost_rank.py"), *arguments) as rank:
         found = json.loads(rank.line(""))
-        rank.process.wait(DEADLOCK)
+        rank.wait()
         rank.expect_code(0)
     return found
 
@@ -67,8 +67,7 @@ def import_time(rounds: int) -> str:
         for name, statement in turn:
             before = time.monotonic()
             with no_leftovers(), Rank(sys.executable, "-c", statement) as rank:
-                rank.process.wait(DEADLOCK)
-                lasted = time.monotonic() - before
+                lasted = rank.wait() - before
                 rank.expect_code(0)
             if round_number:  # round 0 compiles and fills caches
                 samples[name].append(lasted)
