@@ -1,6 +1,7 @@
 # Each target makes the virtual environment that it needs, from pyproject.toml and the requirements files beside it.
 
 PYTHON ?= python3
+ROUNDS ?= 50
 PYTHONS = $(foreach version,3.9 3.10 3.11 3.12 3.13,$(if $(shell .ci/find-python $(version)),$(version)))
 
 .DEFAULT_GOAL := help
@@ -35,6 +36,10 @@ test-3.%: .venv-3.%/.ready  ## the suite, on one of them
 test-torch: .venv-torch/.ready  ## the tests with real torch, on Python 3.11
 	.venv-torch/bin/python -m pytest -m torch tests/torch
 
+.PHONY: bench
+bench: .venv-bench/.ready  ## what it costs and how fast it is, into benchmarks/ and the README; ROUNDS=50
+	.venv-bench/bin/python benchmarks/run.py --rounds $(ROUNDS)
+
 .PHONY: pythons
 pythons:  ## which Pythons test-all finds
 	@echo $(PYTHONS)
@@ -51,7 +56,7 @@ format: .venv/.ready  ## let ruff mend what it can
 
 .PHONY: types
 types: .venv/.ready  ## mypy --strict
-	.venv/bin/mypy --strict watchdog $(wildcard examples)
+	.venv/bin/mypy --strict watchdog $(wildcard examples benchmarks)
 
 .PHONY: clean
 clean:  ## remove the virtual environments, caches and builds
@@ -71,6 +76,13 @@ endef
 
 .venv-torch/.ready: pyproject.toml requirements-torch.txt
 	$(call environment,"$$(.ci/find-python 3.11)",-e ".[test]" -r requirements-torch.txt)
+
+# With torch where there is a Python 3.11 and an index that has it; what needs torch is left out otherwise.
+.venv-bench/.ready: pyproject.toml requirements-torch.txt
+	$(call environment,"$$(.ci/find-python 3.11 || command -v $(PYTHON))",-e ".[bench]")
+	@.ci/find-python 3.11 >/dev/null && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt || \
+	echo "benchmarks without torch"
 
 .venv-3.%/.ready: pyproject.toml
 	$(call environment,"$$(.ci/find-python 3.$*)",-e ".[test]")
