@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import logging
+import gc
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from operator import methodcaller
 from types import FrameType
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
+from watchdog.bounded import run_bounded, run_in_turn
 from watchdog.death import Death
+from watchdog.delivery import LOGGING_BOUND, RAW_BOUND, Delivery, flushes
 from watchdog.errors import ServerDied
 from watchdog.handles import ProcessHandle
 from watchdog.torchelastic import write_error_file
@@ -37,22 +36,15 @@ __all__ = [
     "follow",
     "interrupt",
     "leave",
-    "notify",
     "report",
-    "run_bounded",
     "terminate_self",
 ]
 
-logger = logging.getLogger("watchdog.process")
-
 _DEAD_MAN = 1.9  # seconds from the decision to the exit at the very latest
-_ERROR_FILE_BOUND = 0.3  # seconds; its folder may be on a network
-_LOGGING_BOUND = 1.0  # seconds for the log record
-_FLUSHING_BOUND = 1.5  # seconds for log record and flushing together
-_LAST_ACTS_BOUND = 0.4  # seconds
+_ERROR_FILE_BOUND = 0.25  # seconds; its folder may be on a network
+_LAST_ACT_BOUND = 0.4  # seconds
+_FLUSH_BOUND = 0.1  # seconds for one stream or handler
 _TERM_GRACE = 3.0  # seconds
-_LOG_PATIENCE = 0.5  # seconds to wait for a slow reader of a handler's stream
-_RAW_PATIENCE = 0.1  # seconds to wait for a slow reader of fd 2
 # faulthandler writes a dump before it leaves. On fd 2 that could block in a full pipe; on a number that no descriptor
 # can have, the write fails at once and is ignored.
 _NOWHERE = 2**31 - 1
@@ -82,17 +74,27 @@ def leave(death: Death, died_at: float) -> NoReturn:
     try:
         if _leaving.acquire(blocking=False):
             arm_dead_man()
-            deadline = time.monotonic() + _FLUSHING_BOUND
-            closing = f"{_rank()} (pid {os.getpid()}) exits with code 1"
-            report = f"{death}\n  {closing}"
-            run_bounded([lambda: write_error_file(death, report, died_at)], _ERROR_FILE_BOUND)
-            _say(closing if death is _reported else report, death)
-            _flush(deadline)
-            run_bounded(_last_acts, _LAST_ACTS_BOUND)
-        else:
-            time.sleep(_DEAD_MAN)  # another thread is on its way out, and leaves first
+            gc.disable()  # in a large heap a collection takes longer than all that is to be done here
+            run_in_turn(_steps_out(death, died_at))
+        # Only now and then: another thread is on its way out, or has taken over what blocked here.
+        time.sleep(_DEAD_MAN)
     finally:
         os._exit(1)
+
+
+def _steps_out(death: Death, died_at: float) -> Iterator[tuple[Callable[[], object], float]]:
+    """What is done before the exit, each with its bound in seconds, and the exit."""
+    closing = f"{_rank()} (pid {os.getpid()}) exits with code 1"
+    report = f"{death}\n  {closing}"
+    delivery = Delivery(closing if death is _reported else report, death)
+    yield partial(write_error_file, death, report, died_at), _ERROR_FILE_BOUND
+    yield delivery.log, LOGGING_BOUND
+    yield delivery.make_sure, RAW_BOUND
+    for act in _last_acts:
+        yield act, _LAST_ACT_BOUND
+    for flush in flushes():
+        yield flush, _FLUSH_BOUND
+    yield partial(os._exit, 1), _FLUSH_BOUND
 
 
 def before_leaving(act: Callable[[], object]) -> None:
@@ -136,7 +138,7 @@ def follow(handle: ProcessHandle, check_interval: float, end: Callable[[], objec
 def exit_now(exit_code: int) -> NoReturn:
     """End this process with `exit_code`; stdout, stderr and the log handlers are flushed first, for 1 s at most."""
     try:
-        _flush(time.monotonic() + _LOGGING_BOUND)
+        run_bounded(flushes(), LOGGING_BOUND)
     finally:
         os._exit(exit_code)
 
@@ -179,189 +181,10 @@ def _runs_a_cell(frame: FrameType | None) -> bool:
 def report(death: Death) -> None:
     """Log `death` as `abort` does, without leaving: one ERROR record, or raw text on fd 2 if logging failed."""
     global _reported
-    _say(str(death), death)
+    delivery = Delivery(str(death), death)
+    run_bounded([delivery.log], LOGGING_BOUND)
+    run_bounded([delivery.make_sure], RAW_BOUND)
     _reported = death
-
-
-def notify(level: int, text: str) -> None:
-    """Log a line of less weight, or drop it where it would block.
-
-    A thread stuck in a full stderr holds its handler's lock, and `logging.shutdown` wants that lock at exit: a line is
-    not worth a rank that cannot end.
-    """
-    with suppress(Exception):
-        if logger.isEnabledFor(level) and not any(_would_block(handler, 0) for handler in _handlers()):
-            run_bounded([lambda: logger.log(level, text)], _LOGGING_BOUND, inline=False)
-
-
-def run_bounded(steps: Iterable[Callable[[], object]], seconds: float, *, inline: bool = True) -> bool:
-    """Run each step on a helper thread; True if all were done within `seconds`.
-
-    A step that blocks holds up neither the caller nor the steps behind it; one that raises counts as done. If no thread
-    can be started (none left, or the interpreter is ending) the steps run here and now, or not at all unless `inline`.
-    """
-    waiting = deque(steps)
-    done: list[None] = []
-    total = len(waiting)
-
-    def work() -> None:
-        with suppress(IndexError):
-            while True:
-                step = waiting.popleft()
-                with suppress(BaseException):
-                    step()
-                done.append(None)
-
-    deadline = time.monotonic() + seconds
-    while True:
-        thread = threading.Thread(target=work, name="watchdog-report", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            if inline:
-                work()
-            break
-        # The last step may use all the time there is; one that blocks before others shares it with them.
-        thread.join(max(0.0, deadline - time.monotonic()) / (len(waiting) + 1))
-        if not waiting or time.monotonic() > deadline:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            break
-    return len(done) == total
-
-
-def _say(text: str, death: Death) -> None:
-    delivery = _Delivery(text, death)
-    # The record is made there too, so that a user's record factory that blocks is bounded with the rest.
-    in_time = run_bounded([delivery.log], _LOGGING_BOUND)
-    if not (in_time and delivery.arrived):
-        run_bounded([lambda: _write_raw(text)], 2 * _RAW_PATIENCE)
-
-
-class _Delivery:
-    """One ERROR record on its way through the logger, and what became of it.
-
-    The record goes the logger's own way, as tools that patch `Logger` expect. To learn what logging keeps to itself,
-    the handlers on that way get a `handle` and a `handleError` of ours for the time being; other records that come by
-    meanwhile are passed on.
-    """
-
-    def __init__(self, text: str, death: Death) -> None:
-        self.failed = False
-        self._takers: list[logging.Handler] = []
-        self._text = text
-        self._event = death.as_dict()
-
-    @property
-    def arrived(self) -> bool:
-        return bool(self._takers) and not self.failed
-
-    def log(self) -> None:
-        if not logger.isEnabledFor(logging.ERROR):
-            return
-        extra = {"event": self._event}
-        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, self._text, (), None, "abort", extra)
-        with ExitStack() as restored:
-            for handler in _handlers():
-                restored.callback(self._listen_to(handler))
-            try:
-                logger.handle(record)
-            except Exception:
-                self.failed = True
-        if not all(_drained(handler) for handler in self._takers):
-            self.failed = True
-
-    def _listen_to(self, handler: logging.Handler) -> Callable[[], None]:
-        """Returns what puts the handler back to what it was."""
-        attributes, names = vars(handler), ("handle", "handleError")
-        before = {name: attributes[name] for name in names if name in attributes}
-        handle, handle_error = handler.handle, handler.handleError
-
-        def listening_handle(record: logging.LogRecord) -> Any:
-            if not self._is_ours(record):
-                return handle(record)
-            if _would_block(handler, _LOG_PATIENCE):
-                self.failed = True
-                return False
-            result = handle(record)
-            # False if a filter dropped it; a `handle` of somebody's own may well return nothing.
-            if (result is None or bool(result)) and not isinstance(handler, logging.NullHandler):
-                self._takers.append(handler)
-            return result
-
-        def listening_handle_error(record: logging.LogRecord) -> None:
-            if self._is_ours(record):
-                self.failed = True
-            else:
-                handle_error(record)
-
-        def restore() -> None:
-            for name in names:
-                attributes.pop(name, None)
-            attributes.update(before)
-
-        attributes.update(handle=listening_handle, handleError=listening_handle_error)
-        return restore
-
-    def _is_ours(self, record: logging.LogRecord) -> bool:
-        return getattr(record, "event", None) is self._event  # a filter may have replaced the record by its copy
-
-
-def _drained(handler: logging.Handler) -> bool:
-    """For a handler that puts its records into a queue: whether they came out at the other end within its bound.
-
-    Only `queue.Queue` tells when its listener is done with a record. Of others one cannot know.
-    """
-    module = sys.modules.get("logging.handlers")
-    if module is None or not isinstance(handler, module.QueueHandler):
-        return True
-    deadline = time.monotonic() + _LOG_PATIENCE
-    while getattr(handler.queue, "unfinished_tasks", 1) > 0:
-        if time.monotonic() > deadline or not hasattr(handler.queue, "unfinished_tasks"):
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def _handlers() -> list[logging.Handler]:
-    """The handlers a record of ours reaches; logging's last resort where there are none."""
-    handlers: list[logging.Handler] = []
-    current: logging.Logger | None = logger
-    while current is not None:
-        handlers += current.handlers
-        current = current.parent if current.propagate else None
-    return handlers or ([logging.lastResort] if logging.lastResort else [])
-
-
-def _would_block(handler: logging.Handler, patience: float) -> bool:
-    try:
-        fd = handler.stream.fileno()  # type: ignore[attr-defined]
-    except Exception:
-        return False
-    return not _writable(fd, patience)
-
-
-def _writable(fd: int, patience: float) -> bool:
-    """Whether `fd` takes 4096 bytes (a pipe that polls writable does), now or within `patience` seconds."""
-    poller = select.poll()
-    poller.register(fd, select.POLLOUT)
-    return any(event & select.POLLOUT for _, event in poller.poll(int(patience * 1000)))
-
-
-def _write_raw(text: str) -> None:
-    """Write to fd 2 as much as goes without blocking. Its O_NONBLOCK is not ours to set: others share the file."""
-    data = text.encode("utf-8", "backslashreplace") + b"\n"
-    while data and _writable(2, _RAW_PATIENCE):
-        data = data[os.write(2, data[:4096]) :]
-
-
-def _flush(deadline: float) -> None:
-    # Every handler of the process: a user's MemoryHandler may hang on any logger.
-    handlers = [reference() for reference in list(getattr(logging, "_handlerList", ()))]
-
-    things = [thing for thing in (sys.stdout, sys.stderr, *handlers) if thing is not None]
-    # `methodcaller` looks `flush` up as late as this: what is no stream raises where it is contained.
-    flush = methodcaller("flush")
-    run_bounded([partial(flush, thing) for thing in things], deadline - time.monotonic())
 
 
 def _rank() -> str:

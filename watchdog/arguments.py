@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import multiprocessing
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 __all__ = ["callback", "exit_codes", "natural", "printable", "seconds", "start_context"]
+
+
+_CO_COROUTINE = 0x80  # inspect.CO_COROUTINE, without importing inspect for it
 
 
 def seconds(what: str, value: float, *, zero: bool = True) -> float:
@@ -29,9 +32,16 @@ def callback(what: str, value: Any) -> Any:
     """A callable that is run to its end by calling it, or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{what} must be callable or None, not {value!r}")
-    if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(type(value).__call__):
+    if any(_is_coroutine_function(function) for function in (value, type(value).__call__)):
         raise TypeError(f"{what} must not be a coroutine function, which nobody would await: {value!r}")
     return value
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and bool(code.co_flags & _CO_COROUTINE)
 
 
 def natural(what: str, value: int) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 import signal as _signal
-from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, Optional, Union
 
 __all__ = ["Cause", "Death", "Exited", "Lost", "Signalled", "Status", "signal_name"]
 
@@ -22,31 +21,74 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-@dataclass(frozen=True)
-class Exited:
+class Value:
+    """Immutable, and equal to what is of the same class with the same fields.
+
+    As a frozen dataclass would be. That module brings `inspect` with it, at a price: what a rank has in its memory is
+    torn down between the death of a server and the end of the rank.
+    """
+
+    __slots__: tuple[str, ...] = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: {name} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: {name} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values() == other._values()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._values()))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in zip(self.__slots__, self._values()))
+        return f"{type(self).__name__}({fields})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def _set(self, *values: object) -> None:
+        for name, value in zip(self.__slots__, values):
+            object.__setattr__(self, name, value)
+
+
+class Exited(Value):
     """The process left by itself with `code` (0 to 255)."""
 
+    __slots__ = ("code",)
     code: int
+
+    def __init__(self, code: int) -> None:
+        self._set(code)
 
     def __str__(self) -> str:
         return f"exited with code {self.code}"
 
 
-@dataclass(frozen=True)
-class Signalled:
+class Signalled(Value):
     """The process was ended by `signal` (a positive number); `core_dumped` is what the kernel said of a core."""
 
+    __slots__ = ("signal", "core_dumped")  # noqa: RUF023 - in the order of the constructor
     signal: int
-    core_dumped: bool = False
+    core_dumped: bool
+
+    def __init__(self, signal: int, core_dumped: bool = False) -> None:
+        self._set(signal, core_dumped)
 
     def __str__(self) -> str:
         core = ", core dumped" if self.core_dumped else ""
         return f"killed by {signal_name(self.signal)} (exit code -{self.signal}){core}"
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(Value):
     """The process is gone, and how it ended cannot be learnt: somebody else took its status."""
+
+    __slots__ = ()
 
     def __str__(self) -> str:
         return "exit status unavailable"
@@ -71,8 +113,7 @@ class Cause(enum.Enum):
 _CONCLUSIONS = (Cause.OUT_OF_MEMORY, Cause.SHARED_MEMORY, Cause.EXCEPTION)
 
 
-@dataclass(frozen=True)
-class Death:
+class Death(Value):
     """The end of a watched process: what was observed, and what follows from it.
 
     `pid` is None where the handle has none; `uptime` is in seconds since the launch (or, for an adopted handle,
@@ -81,16 +122,48 @@ class Death:
     `others` are servers found dead at the same moment, each with a status of its own.
     """
 
+    __slots__ = (  # noqa: RUF023 - in the order of the constructor
+        "name",
+        "pid",
+        "status",
+        "uptime",
+        "cause",
+        "certainty",
+        "evidence",
+        "traceback",
+        "stderr_tail",
+        "others",
+    )
     name: str
-    pid: int | None
+    pid: Optional[int]
     status: Status
-    uptime: float | None = None
-    cause: Cause = Cause.LOST
-    certainty: Certainty = "certain"
-    evidence: tuple[str, ...] = ()
-    traceback: str | None = None
-    stderr_tail: tuple[str, ...] = ()
-    others: tuple[Death, ...] = ()
+    uptime: Optional[float]
+    cause: Cause
+    certainty: Certainty
+    evidence: tuple[str, ...]
+    traceback: Optional[str]
+    stderr_tail: tuple[str, ...]
+    others: tuple[Death, ...]
+
+    def __init__(
+        self,
+        name: str,
+        pid: Optional[int],
+        status: Status,
+        uptime: Optional[float] = None,
+        cause: Cause = Cause.LOST,
+        certainty: Certainty = "certain",
+        evidence: tuple[str, ...] = (),
+        traceback: Optional[str] = None,
+        stderr_tail: tuple[str, ...] = (),
+        others: tuple[Death, ...] = (),
+    ) -> None:
+        self._set(name, pid, status, uptime, cause, certainty, evidence, traceback, stderr_tail, others)
+
+    def with_others(self, others: tuple[Death, ...]) -> Death:
+        """The same death, and what else was found dead."""
+        fields = dict(zip(self.__slots__, self._values()), others=others)
+        return Death(**fields)
 
     @property
     def exitcode(self) -> int | None:
@@ -104,7 +177,7 @@ class Death:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the field names as keys, the status with its `kind`, enums by name."""
         status: dict[str, Any] = {"kind": type(self.status).__name__.lower()}
-        status.update(vars(self.status))
+        status.update({name: getattr(self.status, name) for name in self.status.__slots__})
         return {
             "name": self.name,
             "pid": self.pid,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from watchdog.death import Cause, Death, Exited, Lost, Signalled, Status, signal_name
 
 __all__ = ["Evidence", "diagnose"]
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What was collected about one ended process. Each field's default means "unknown"."""
 
     traceback: str | None = None  # of the server's last exception, as it wrote it itself

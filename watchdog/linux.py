@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import struct
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -138,8 +137,8 @@ def pidfd_send_signal(pidfd: Fd, number: int) -> bool:
     return True
 
 
-def wait_readable(fds: tuple[Fd, ...], timeout: float) -> None:
-    """Sleep until one of `fds` has an event, or `timeout` seconds have passed.
+def wait_readable(fds: tuple[Fd, ...], timeout: float) -> bool:
+    """Sleep until one of `fds` has an event (True), or `timeout` seconds have passed (False).
 
     It does not say what happened: the caller looks at the process itself. A descriptor that somebody closed is passed
     over. `select.poll`, since `select.select` fails for descriptors above 1023.
@@ -155,8 +154,10 @@ def wait_readable(fds: tuple[Fd, ...], timeout: float) -> None:
         # poll takes a C int of milliseconds; a caller that waits longer than a day comes back.
         events = poller.poll(int(min(left, _LONGEST_POLL) * 1000) + 1)
         closed = [number for number, event in events if event & select.POLLNVAL]
-        if not events or len(closed) < len(events):
-            return
+        if len(closed) < len(events):
+            return True
+        if not events:
+            return False
         for number in closed:
             poller.unregister(number)
 
@@ -225,12 +226,11 @@ def recall_status(pidfd: Fd) -> Exited | Signalled | None:
 class Stat(NamedTuple):
     """What we use of /proc/<pid>/stat (see proc(5)).
 
-    State letter, parent's pid, session id, start time in clock ticks since boot, wait status.
+    State letter, parent's pid, start time in clock ticks since boot, wait status.
     """
 
     state: str
     parent: int
-    session: int
     start_time: int
     wait_status: int
 
@@ -242,7 +242,7 @@ def read_stat(pid: int) -> Stat | None:
             line = file.read()
         # The command's name stands in parentheses and may hold anything, spaces and parentheses too.
         fields = line[line.rindex(b")") + 2 :].split()
-        return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[49]))
+        return Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[19]), int(fields[49]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -313,8 +313,11 @@ def kill_session(leader: int) -> None:
 
 
 def _in_session(pid: int, session: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.session == session and stat.state not in "ZX"
+    try:
+        # Not from /proc: on a machine with many processes, to read them all takes longer than an abort may.
+        return os.getsid(pid) == session
+    except OSError:
+        return False
 
 
 def start_time(pid: int) -> int | None:
@@ -360,6 +363,8 @@ class SharedMemory:
 def _memfd(name: str, size: int) -> Fd | None:
     try:
         if not hasattr(os, "memfd_create"):
+            import tempfile  # it brings a good deal with it, and is not needed on Linux
+
             # A file without a name serves as well, only that nobody can tell by it who owns the server.
             with tempfile.TemporaryFile() as file:
                 fd = Fd(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))

@@ -17,13 +17,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Callable, Optional, Union
 
 from watchdog import rank
-from watchdog.abort import abort, interrupt, notify
+from watchdog.abort import abort, interrupt
 from watchdog.arguments import callback, exit_codes, natural, printable, seconds, start_context
 from watchdog.death import Death
+from watchdog.delivery import notify
 from watchdog.handles import ProcessHandle, is_forked, open_handle
 from watchdog.record import Record, StopEvent
 from watchdog.server import Call, serve
@@ -177,7 +177,7 @@ class ProcessWatchdog:
         if self._owner != os.getpid():
             notify(logging.DEBUG, f"{self.name}: a copy of a watchdog watches nothing")
             return
-        _refuse_patched_threads()
+        rank.refuse_green_threads()
         with self._lock:
             if self._is_busy():
                 raise RuntimeError(f"{self.name}: watches {self._process!r} already")
@@ -246,7 +246,7 @@ class ProcessWatchdog:
     def __getstate__(self) -> dict[str, Any]:
         # Locks, threads and descriptors stay behind, and so does a callback, which may not be picklable.
         state = {name: value for name, value in vars(self).items() if name not in _OWN}
-        state["_settings"] = replace(self._settings, on_death=abort)
+        state["_settings"] = self._settings._replace(on_death=abort)
         state["_on_death"] = None
         return state
 
@@ -263,10 +263,10 @@ class ProcessWatchdog:
             return None
         above = rank.owner_above(self.name)
         if above is not None:
-            _refuse_missing_main_guard(self.name)
+            rank.refuse_missing_main_guard(self.name)
             notify(logging.DEBUG, f"{self.name}: not launched: {above}")
             return None
-        _refuse_patched_threads()
+        rank.refuse_green_threads()
         with self._lock:
             if self._starting is not None:
                 raise RuntimeError(f"{self.name}: launch was called from within launch")
@@ -325,7 +325,7 @@ class ProcessWatchdog:
 
     def _settings_now(self) -> Settings:
         if self._on_death is None and (hasattr(sys, "ps1") or sys.flags.interactive):
-            return replace(self._settings, on_death=interrupt)  # a session is not ended under its user's hands
+            return self._settings._replace(on_death=interrupt)  # a session is not ended under its user's hands
         return self._settings
 
 
@@ -379,25 +379,3 @@ def _break_off(record: Record, held: list[Any]) -> None:
         handle.send_signal(signal.SIGKILL)
         handle.wait(2.0)
         handle.reap()
-
-
-def _refuse_missing_main_guard(name: str) -> None:
-    """In the server itself, which imports the main script anew: going on would run the training there."""
-    current = multiprocessing.process.current_process()
-    if current.name == name and getattr(current, "_inheriting", False):
-        raise RuntimeError(
-            f"{name}: launch was reached while the server's process imported the main script; "
-            "put the script's body under: if __name__ == '__main__':"
-        )
-
-
-def _refuse_patched_threads() -> None:
-    """A green thread would not notice a death while another one blocks."""
-    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
-    if (gevent is not None and gevent.is_module_patched("threading")) or (
-        eventlet is not None and eventlet.is_monkey_patched("thread")
-    ):
-        raise RuntimeError(
-            "threads are replaced in this process (gevent or eventlet monkey patching), and a green thread would not "
-            "notice a death while another one blocks: leave threads unpatched, with patch_all(thread=False)"
-        )

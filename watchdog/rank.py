@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from multiprocessing import process as _process
 from typing import Any
 
 from watchdog import linux
 
-__all__ = ["local_rank", "mark_owner", "marked", "owner_above", "unmark_owner"]
+__all__ = [
+    "local_rank",
+    "mark_owner",
+    "marked",
+    "owner_above",
+    "refuse_green_threads",
+    "refuse_missing_main_guard",
+    "unmark_owner",
+]
 
 _VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _MARK = "SIDECAR_WATCHDOG_OWNERS"  # JSON: {name: [pid, start time, torchelastic run id]}
@@ -71,6 +80,28 @@ def owner_above(name: str) -> str | None:
         # A child of multiprocessing that is importing the main script: whoever started it ran this line before.
         return "this is a child process that imports the main script"
     return None
+
+
+def refuse_missing_main_guard(name: str) -> None:
+    """In the server itself, which imports the main script anew: going on would run the training there."""
+    current = _process.current_process()
+    if current.name == name and getattr(current, "_inheriting", False):
+        raise RuntimeError(
+            f"{name}: launch was reached while the server's process imported the main script; "
+            "put the script's body under: if __name__ == '__main__':"
+        )
+
+
+def refuse_green_threads() -> None:
+    """A green thread would not notice a death while another one blocks."""
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if (gevent is not None and gevent.is_module_patched("threading")) or (
+        eventlet is not None and eventlet.is_monkey_patched("thread")
+    ):
+        raise RuntimeError(
+            "threads are replaced in this process (gevent or eventlet monkey patching), and a green thread would not "
+            "notice a death while another one blocks: leave threads unpatched, with patch_all(thread=False)"
+        )
 
 
 # Of this process: {name: [pid, start time, torchelastic run id]}. In a forked copy the pids are another's, as they

@@ -8,18 +8,19 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
-from typing import Callable
+from typing import Callable, NamedTuple
 
 from watchdog import linux
-from watchdog.abort import abort, arm_dead_man, before_leaving, leave, notify, report, run_bounded
+from watchdog.abort import abort, arm_dead_man, before_leaving, leave, report
 from watchdog.death import Death, Exited, Signalled, Status
+from watchdog.delivery import notify
 from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
 from watchdog.record import Record, StopEvent
@@ -33,13 +34,12 @@ _SHUTDOWN_SIGNALS = frozenset({1, 2, 15})  # HUP, INT, TERM
 _SHUTDOWN_CODES = frozenset({129, 130, 143})
 STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL, by default and at the end of the interpreter
 _STOP_IN_ABORT = 0.3  # seconds
-_EVIDENCE_BOUND = 0.3  # seconds
+_HASTE = 0.0001  # seconds; the interpreter's switch interval from the death of a server to the exit
 _AFTER_SIGKILL = 2.0  # seconds
 _TOGETHER = 0.02  # seconds in which the deaths of several servers count as one event
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What a watchdog was told at its construction."""
 
     poll_interval: float
@@ -188,6 +188,7 @@ class Watch:
         self.death: Death | None = None
         self.over = False  # the server is gone, and what had to be done about it was done
         self._since = time.monotonic()
+        self._interval: float | None = None  # the interpreter's switch interval, while ours is set
 
     def start(self) -> None:
         """Raises RuntimeError if the system has no thread left."""
@@ -215,6 +216,10 @@ class Watch:
         """Whether the server is there, or its death has yet to be dealt with."""
         return not self.over and (self.armed or self.handle.poll() is None)
 
+    def _reap_quietly(self) -> None:
+        with suppress(Exception):  # a zombie more or less is no reason not to report
+            self.reap()
+
     def reap(self) -> None:
         if self.launched and isinstance(self.handle, ProcessHandle):
             self.handle.reap()
@@ -223,18 +228,42 @@ class Watch:
         troubled = False
         while not self.stop.is_set():
             try:
-                status = self.handle.poll()
-                if status is not None:
-                    self._end(status)
+                if self._look():
                     return
-                self._sleep()
+                if self._sleep():
+                    self._hasten()
+                    if self._look():
+                        return
             except Exception as error:
                 # One failed look, or a hundred, is no death and no reason to stop looking.
                 if not troubled:
                     notify(logging.WARNING, f"{self.name}: watching failed and goes on: {error!r}")
                 troubled = True
                 self.stop.wait(self.settings.poll_interval)
+            finally:
+                self._calm()
         self._see_off()
+
+    def _look(self) -> bool:
+        """Whether the server was dead, and that has been dealt with."""
+        status = self.handle.poll()
+        if status is None:
+            return False
+        self._end(status)
+        return True
+
+    def _hasten(self) -> None:
+        """Something happened. Where another thread spins in Python, each of our system calls waits for the GIL anew."""
+        interval = sys.getswitchinterval()
+        if interval > _HASTE:
+            self._interval = interval
+            sys.setswitchinterval(_HASTE)
+
+    def _calm(self) -> None:
+        """Nothing that matters, or nothing that hurries: the rank goes on."""
+        if self._interval is not None:
+            sys.setswitchinterval(self._interval)
+            self._interval = None
 
     def _see_off(self) -> None:
         """Disarmed: a server that we launched is still reaped at its end, so that none stays as a zombie."""
@@ -245,24 +274,30 @@ class Watch:
                 self.reap()
         self.close()
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Until something happens (True), or for `poll_interval`."""
         pidfd = self.handle.pidfd
         before = time.monotonic()
         fds = (self.stop.reader,) if pidfd is None else (self.stop.reader, pidfd)
-        linux.wait_readable(fds, self.settings.poll_interval)
-        if time.monotonic() - before < 0.001 and self.handle.poll() is None and not self.stop.is_set():
+        woken = linux.wait_readable(fds, self.settings.poll_interval)
+        if woken and time.monotonic() - before < 0.001 and self.handle.poll() is None and not self.stop.is_set():
             # Woken for nothing: a descriptor was closed by others and its number belongs to a file with data.
             time.sleep(min(0.05, self.settings.poll_interval))
+        return woken
 
     def _end(self, status: Status) -> None:
         uptime, died_at = time.monotonic() - self._since, time.time()
         if self.stop.is_set():  # disarmed before it died
             self._see_off()
         elif _exitcode(status) in self.settings.expected_exit_codes:
+            self._calm()
             self._expected(status, uptime)
-        elif _is_shutdown(status) and self.stop.wait(self.settings.signal_grace):
-            self._see_off()
         else:
+            if _is_shutdown(status):
+                self._calm()
+                if self.stop.wait(self.settings.signal_grace):
+                    self._see_off()
+                    return
             self._abnormal(status, uptime, died_at)
 
     def _expected(self, status: Status, uptime: float) -> None:
@@ -283,13 +318,12 @@ class Watch:
         if on_death is abort:
             if _registry.aborting.acquire(blocking=False):  # else the process is on its way out already
                 arm_dead_man()
-                death = self._diagnose(status, uptime)
-                others: list[Death] = []
-                run_bounded([self.reap, lambda: others.extend(self._others())], _EVIDENCE_BOUND)
-                leave(replace(death, others=tuple(others)), died_at)
+                self._reap_quietly()
+                leave(self._diagnose(status, uptime).with_others(tuple(self._others())), died_at)
             return
+        self._calm()
+        self._reap_quietly()
         death = self._diagnose(status, uptime)
-        run_bounded([self.reap], _EVIDENCE_BOUND)
         report(death)
         self.close()
         self.death = death
@@ -303,12 +337,13 @@ class Watch:
     def _diagnose(self, status: Status, uptime: float) -> Death:
         evidence = Evidence(loss=self.handle.loss)
         if self._record is not None:
-            evidence = replace(evidence, traceback=self._record.traceback, entered=self._record.entered)
+            evidence = evidence._replace(traceback=self._record.traceback, entered=self._record.entered)
         return diagnose(self.name, self.handle.pid, status, uptime, evidence)
 
     def _others(self) -> list[Death]:
         """The abnormal deaths of other watched servers at the same moment."""
-        others = [watch for watch in list(_registry.watches) if watch is not self and watch.armed]
+        # Only what the kernel tells: a handle of somebody's own might block.
+        others = [w for w in list(_registry.watches) if w is not self and w.armed and w.handle.pidfd is not None]
         deadline = time.monotonic() + _TOGETHER
         deaths: list[Death] = []
         while others:
