@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
 
+import harness
 import pytest
 
 METHODS = ("fork", "spawn", "forkserver")
@@ -432,20 +435,28 @@ def test_forking_while_a_lock_is_held(rank, handler):
     assert run.wait() == 0
 
 
-def test_a_server_forked_while_a_stream_is_locked(rank):
-    """I1, T15: a thread of the rank sits in a write to stdout at the moment of the fork; the server's own output goes on."""
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_server_forked_while_a_stream_is_locked(rank, protected):
+    """I1, T15: a thread of the rank sits in a write to stdout at the moment of the fork; the server's own output goes on.
+
+    Negative control: with the streams that it inherits, the server waits for a lock that nobody will ever let go.
+    """
     reader, writer = os.pipe()
     try:
-        run = rank(LOCKED_STREAM, "", stdout=writer)
+        launched = rank._folder / "launched"
+        run = rank(LOCKED_STREAM, "" if protected else "off", str(launched), stdout=writer, stderr=subprocess.PIPE)
         os.close(writer)
         writer = -1
+        harness.wait_for(launched.exists, 30, run.describe)  # nobody reads until then, so the thread sits in its write
         text = b""
         while b"server wrote" not in text:
+            if not select.select([reader], [], [], 30 if protected else 2)[0]:
+                break
             data = os.read(reader, 65536)
             assert data, run.describe()
             text += data
-        os.kill(int(text.split(b"server wrote ")[1].split()[0]), signal.SIGKILL)
-        assert run.wait() == 1
+        assert (b"server wrote" in text) == protected
+        run.end()
     finally:
         os.close(reader)
         if writer >= 0:
@@ -461,13 +472,14 @@ if __name__ == "__main__":
     if sys.argv[1]:
         import watchdog.server
         watchdog.server._fresh_streams = lambda: None
-    threading.Thread(target=lambda: [print("x" * 4096, flush=True) for _ in range(10_000)], daemon=True).start()
+    threading.Thread(target=lambda: [print("x" * 4096, flush=True) for _ in range(100)], daemon=True).start()
     blocked = "pipe_write"
     until(lambda: any(blocked in open(f"/proc/self/task/{task}/wchan").read() for task in os.listdir("/proc/self/task"))
           if os.access("/proc/self/wchan", os.R_OK) and open("/proc/self/wchan").read() != "0" else time.sleep(0.2) or True)
     multiprocessing.util._flush_std_streams = lambda: None
     import multiprocessing.popen_fork
     process = ProcessWatchdog("sampler", signal_grace=0).launch(write, context="fork")
+    open(sys.argv[2], "w").close()
     block_in_c()
 """
 
@@ -512,7 +524,8 @@ def test_wrapped_threads_that_are_threads_are_fine(rank):
     assert run.wait() == 1
 
 
-def test_a_command_that_runs_the_same_script_starts_nothing(rank):
+@pytest.mark.parametrize("environment", ["own", "copied", "bare"])
+def test_a_command_that_runs_the_same_script_starts_nothing(rank, environment):
     """H: no recursion, whatever environment it is given."""
     run = rank(
         """
@@ -523,7 +536,7 @@ def test_a_command_that_runs_the_same_script_starts_nothing(rank):
             if process is not None:
                 process.wait()
         """,
-        "bare",
+        environment,
     )
     assert run.wait() == 0, run.describe()
     assert sorted(line for line in run.stdout.splitlines() if "launched" in line) == ["launched False", "launched True"]
@@ -751,3 +764,89 @@ def test_odd_targets_in_a_second_launch(rank):
     )
     assert run.wait() == 0, run.describe()
     assert run.stderr.count("is not launched") == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_disarming_leaves_a_starting_server_alone(rank, method):
+    """Disarmed is not stopped: at any moment after the launch the server goes on to its target, and lives."""
+    run = rank(
+        """
+        if __name__ == "__main__":
+            watchdog = ProcessWatchdog("sampler")
+            process = watchdog.launch(targets.sleep, context=sys.argv[1])
+            watchdog.disarm()
+            assert not watchdog.armed
+            assert watchdog.launch(targets.sleep, context=sys.argv[1]) is process
+            until(lambda: os.path.exists(sys.argv[2]))
+            say("alive", process.is_alive(), watchdog.stop())
+        """,
+        method,
+        str(rank._folder / "go"),
+    )
+    run.server()
+    (rank._folder / "go").touch()
+    assert run.expect("alive ") == "True -15"
+    assert run.wait() == 0, run.describe()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_memfd(rank, method):
+    """Builds against old headers, and macOS, lack `os.memfd_create`; a file without a name serves, or nothing."""
+    for extra in ("", "import watchdog.linux\nwatchdog.linux._memfd = lambda *_: None\n"):
+        run = rank(
+            "import os\ndel os.memfd_create\n"
+            + extra
+            + """
+if __name__ == "__main__":
+    watchdog = ProcessWatchdog("sampler")
+    watchdog.launch(targets.fail, ("boom",), context=sys.argv[1])
+    block_in_c()
+""",
+            method,
+        )
+        assert run.wait() == 1
+        assert "exited with code 1" in run.reports()[0]
+        assert "while starting" not in run.stderr
+        assert "cannot set attribute" not in run.stderr
+        assert ("cause: ValueError: boom" in run.stderr) == (not extra or method == "fork")
+
+
+def test_who_adopts_is_no_owner(rank):
+    """A child of a rank that watches somebody else's process under a name may launch its own server."""
+    run = rank(
+        WORKER
+        + """
+if __name__ == "__main__":
+    ProcessWatchdog("sampler").watch(subprocess.Popen(["sleep", "60"]))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    def launch():
+        watchdog = ProcessWatchdog("sampler")
+        queue.put(watchdog.launch(targets.sleep, context="fork") is not None)
+        watchdog.stop()
+    child = context.Process(target=launch)
+    child.start()
+    say("launched", queue.get())
+    child.join()
+    os._exit(0)
+"""
+    )
+    assert run.expect("launched ") == "True"
+    run.process.wait(60)
+
+
+def test_a_second_stop_takes_nothing_back(rank):
+    """The mark belongs to the watchdog whose server lives."""
+    run = rank(
+        """
+        if __name__ == "__main__":
+            one, two = ProcessWatchdog("sampler"), ProcessWatchdog("sampler")
+            one.launch_command(["sleep", "60"])
+            assert one.stop() == -15
+            two.launch_command(["sleep", "60"])
+            assert one.stop() == -15
+            say("marked", "SIDECAR_WATCHDOG_OWNERS" in os.environ, two.stop())
+        """
+    )
+    assert run.expect("marked ") == "True -15"
+    assert run.wait() == 0, run.describe()

@@ -238,3 +238,29 @@ def test_importing_any_module_does_nothing(changed_by_importing):
 def test_what_importing_does_is_seen(source, changes, changed_by_importing, tmp_path):
     (tmp_path / "careless.py").write_text(source)
     assert changed_by_importing("careless") == changes
+
+
+def ends_a_process(source: str) -> list[str]:
+    """The calls in `source` that end the process it runs in."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in {"os._exit", "sys.exit", "os.abort", "os.kill", "signal.raise_signal"}:
+                found.append(name)
+    return found
+
+
+def test_only_abort_ends_the_process():
+    """`os.kill` elsewhere signals other processes: linux looks with 0, handles ends servers."""
+    allowed = {"linux.py": {"os.kill"}, "handles.py": {"os.kill"}, "abort.py": {"os._exit", "os.kill"}}
+    for path in PACKAGE.rglob("*.py"):
+        assert set(ends_a_process(path.read_text())) <= allowed.get(path.name, set()), path.name
+    assert ends_a_process("import os\nos._exit(1)") == ["os._exit"], "an exit is not seen"
+
+
+def test_windows_is_told_so():
+    """At import, and before anything that only POSIX has."""
+    code = "import runpy, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; runpy.run_path(sys.argv[1])"
+    run = subprocess.run([sys.executable, "-c", code, str(PACKAGE / "linux.py")], capture_output=True, text=True)
+    assert "ImportError: sidecar-watchdog needs a POSIX system" in run.stderr

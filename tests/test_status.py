@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from watchdog import linux
+
 METHODS = ("fork", "spawn")
 TRUE = "killed by SIGKILL (exit code -9)"
 LOST = "exit status unavailable"
+
+
+def kernel_remembers() -> bool:
+    """Whether this kernel tells the status of a process that somebody else reaped (Linux 6.15)."""
+    process = subprocess.Popen(["true"])
+    pidfd = linux.pidfd_open(process.pid)
+    process.wait()
+    return pidfd is not None and linux.recall_status(pidfd) is not None
+
+
 # Before Linux 6.15 nobody can tell a status that was taken.
 FORGETFUL = "import watchdog.linux; watchdog.linux.recall_status = lambda pidfd: None\n"
 
@@ -77,7 +90,10 @@ def steal(rank, thief: str, kind: str, extra: str = ""):
 def test_a_stolen_status_is_recovered_or_said_to_be_lost(rank, thief, kind):
     """E1, E3, E5, E11: the true status where the kernel tells it (Linux 6.15), never "alive" and never a success."""
     report = steal(rank, thief, kind)
-    assert TRUE in report or f"{LOST} (reaped elsewhere)" in report
+    if kernel_remembers():
+        assert TRUE in report
+    else:
+        assert TRUE in report or f"{LOST} (reaped elsewhere)" in report
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "command"])
@@ -85,7 +101,8 @@ def test_a_stolen_status_is_recovered_or_said_to_be_lost(rank, thief, kind):
 def test_where_the_kernel_forgets_the_status_is_lost(rank, thief, kind):
     """The same on an older kernel."""
     report = steal(rank, thief, kind, FORGETFUL)
-    assert TRUE in report or f"{LOST} (reaped elsewhere)" in report
+    # A thief that waits may come later than our look; SIGCHLD ignored leaves nothing to look at.
+    assert f"{LOST} (reaped elsewhere)" in report or (TRUE in report and thief != "SIGCHLD ignored")
 
 
 @pytest.mark.parametrize("forgetful", [False, True])
@@ -112,11 +129,11 @@ if __name__ == "__main__":
     )
     assert run.expect("popen ") == "0"
     assert run.wait() == 0, run.describe()
-    if forgetful:
+    if forgetful or not kernel_remembers():
         assert run.stderr.startswith("WARNING")
         assert "exited with code 0 while still watched" in run.stderr
     else:
-        assert TRUE in run.stderr or LOST in run.stderr
+        assert TRUE in run.stderr
 
 
 @pytest.mark.parametrize("forgetful", [False, True])

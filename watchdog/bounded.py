@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Callable
 
-__all__ = ["run_bounded", "run_in_turn"]
+__all__ = ["run_bounded", "run_in_turn", "uninterrupted"]
 
 Step = Callable[[], object]
+_PATIENCE = 2.0  # seconds for the end of a step that nobody waits for any more
 
 
 def run_bounded(steps: Iterable[Step], seconds: float, *, inline: bool = True) -> bool:
@@ -48,6 +49,40 @@ def run_bounded(steps: Iterable[Step], seconds: float, *, inline: bool = True) -
             thread.join(max(0.0, deadline - time.monotonic()))
             break
     return len(done) == total
+
+
+def uninterrupted(step: Step) -> None:
+    """Run `step` on a helper thread, and raise what it raises.
+
+    An exception from a signal handler is raised in the main thread, between any two steps of it: a process that was
+    just started would be lost with its pid. Here it comes while we wait, and goes on once the step is done.
+    """
+    failed: list[BaseException] = []
+    ended: list[None] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def work() -> None:
+        try:
+            step()
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.append(None)
+            done.release()
+
+    try:
+        _thread.start_new_thread(work, ())
+        done.acquire()
+    except RuntimeError:
+        raise  # no thread left: nothing was started
+    except BaseException:
+        deadline = time.monotonic() + _PATIENCE
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        raise
+    if failed:
+        raise failed[0]
 
 
 def run_in_turn(steps: Iterable[tuple[Step, float]]) -> bool:

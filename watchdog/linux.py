@@ -19,6 +19,7 @@ import select
 import signal
 import struct
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from watchdog.death import Exited, Signalled
@@ -202,7 +203,7 @@ def reap(pidfd: Fd | None, pid: int) -> None:
 
 
 def decode_wait_status(status: int) -> Exited | Signalled:
-    """From the integer of wait(2) to a value."""
+    """The integer of wait(2) as a value."""
     if os.WIFSIGNALED(status):
         return Signalled(os.WTERMSIG(status), core_dumped=os.WCOREDUMP(status))
     return Exited(os.WEXITSTATUS(status))
@@ -314,7 +315,7 @@ def kill_session(leader: int) -> None:
 
 def _in_session(pid: int, session: int) -> bool:
     try:
-        # Not from /proc: on a machine with many processes, to read them all takes longer than an abort may.
+        # Not from /proc: to read about all processes of a machine takes longer than an abort may.
         return os.getsid(pid) == session
     except OSError:
         return False
@@ -363,7 +364,7 @@ class SharedMemory:
 def _memfd(name: str, size: int) -> Fd | None:
     try:
         if not hasattr(os, "memfd_create"):
-            import tempfile  # it brings a good deal with it, and is not needed on Linux
+            import tempfile  # here, since it brings a good deal with it
 
             # A file without a name serves as well, only that nobody can tell by it who owns the server.
             with tempfile.TemporaryFile() as file:
@@ -388,14 +389,10 @@ def server_memfd(name: str) -> str:
 def holds_memfd(pid: int, name: str) -> bool:
     """Whether process `pid` has a descriptor of a memfd called `name`; False where that cannot be seen."""
     wanted = f"/memfd:{name} (deleted)"
-    try:
-        return any(_link(f"/proc/{pid}/fd/{number}") == wanted for number in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return False
-
-
-def _link(path: str) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return None
+    folder = f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for number in os.listdir(folder):
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(f"{folder}/{number}") == wanted:
+                    return True
+    return False

@@ -17,11 +17,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Callable, Optional, Union
 
 from watchdog import rank
 from watchdog.abort import abort, interrupt
 from watchdog.arguments import callback, exit_codes, natural, printable, seconds, start_context
+from watchdog.bounded import uninterrupted
 from watchdog.death import Death
 from watchdog.delivery import notify
 from watchdog.handles import ProcessHandle, is_forked, open_handle
@@ -158,10 +160,8 @@ class ProcessWatchdog:
             environment = rank.marked(dict(os.environ if env is None else env))
             # A server that uses torchelastic's @record would write its own failure over that of its rank.
             environment.pop(ERROR_FILE, None)
-            # Held before it runs: a signal handler that raises in the constructor must not cost us the pid.
-            process: Any = object.__new__(subprocess.Popen)
-            hold(process)
-            process.__init__(list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
+            command = partial(subprocess.Popen, list(argv), stdin=subprocess.DEVNULL, env=environment, cwd=cwd)
+            uninterrupted(lambda: hold(command()))
 
         handle: Optional[subprocess.Popen[bytes]] = self._launch(start, tuple(argv), local_rank)
         return handle
@@ -312,6 +312,7 @@ class ProcessWatchdog:
                 # Not in a forked server itself: what its end raises (os._exit with a code that no C int holds) would
                 # come by here, in its copy of this frame.
                 if os.getpid() == self._owner:
+                    stop.set()  # the watch thread may run already
                     _break_off(stop.record, held)
                     rank.unmark_owner(self.name)
                 raise
