@@ -13,8 +13,8 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z0-9.%-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: .venv/.ready  ## see a server die, and its rank leave with the reason
-	.venv/bin/python examples/demo.py
+demo:  ## see a server die, and its rank leave with the reason
+	PYTHONPATH=. $(PYTHON) examples/demo.py
 
 .PHONY: demo-torchrun
 demo-torchrun: .venv-torch/.ready  ## the same under torchrun: killed once, and killed once with a restart left

@@ -2,7 +2,8 @@
 
 The floors, each importing only from those below it: process, parent (the tools) - watching (the loop), server (what
 runs in the server before its target) - abort (the only way out) - handles, record, rank, diagnosis, torchelastic -
-linux (system calls) - death, errors, arguments (values). Nothing below needs this file.
+linux (system calls), delivery (of a report to the log) - death, errors, arguments, bounded. Nothing below needs this
+file.
 """
 
 from watchdog.abort import abort, interrupt
