@@ -11,6 +11,7 @@ import harness
 import psutil
 import pytest
 
+from watchdog import linux
 from watchdog.parent import ParentWatchdog, exit_with_parent
 
 METHODS = ("fork", "spawn", "forkserver")
@@ -196,6 +197,24 @@ def test_the_answer_never_turns(rank):
     watchdog = ParentWatchdog(process.pid)
     assert not watchdog.is_alive()
     assert not watchdog.is_alive()
+
+
+def test_a_number_that_is_reused_between_two_looks(monkeypatch):
+    """G9: what is readable then is somebody's file, and no death."""
+    is_readable = linux.is_readable
+    watchdog = ParentWatchdog()
+
+    def reuse(pidfd):
+        with open("/dev/zero", "rb") as file:
+            os.dup2(file.fileno(), pidfd.number)
+        return is_readable(pidfd)
+
+    monkeypatch.setattr(linux, "is_readable", reuse)
+    number = watchdog._handle.pidfd.number
+    assert watchdog.is_alive()
+    os.close(number)
+    monkeypatch.undo()
+    assert watchdog.is_alive()
 
 
 def test_without_a_parent_that_can_be_seen():

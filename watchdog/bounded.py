@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Callable
+from functools import partial
+from typing import Any, Callable
 
-__all__ = ["run_bounded", "run_in_turn", "uninterrupted"]
+__all__ = ["run_bounded", "run_in_turn", "stand_by", "uninterrupted"]
 
 Step = Callable[[], object]
 _PATIENCE = 2.0  # seconds for the end of a step that nobody waits for any more
@@ -94,6 +96,36 @@ def run_in_turn(steps: Iterable[tuple[Step, float]]) -> bool:
     return _Turns(steps).run()
 
 
+def stand_by() -> None:
+    """Have the helper of `run_in_turn` ready: when it is needed the system may have no thread left. Once a process."""
+    if not any(owner == os.getpid() for owner, _, _ in _standby):
+        call = _thread.allocate_lock()
+        call.acquire()
+        calls: list[Step] = []
+
+        def wait() -> None:
+            call.acquire()
+            calls[0]()
+
+        _thread.start_new_thread(wait, ())
+        _standby.append((os.getpid(), call, calls))
+
+
+# (pid, what the helper waits for, what it is to do then); a forked copy has no such thread.
+_standby: list[tuple[int, Any, list[Step]]] = []
+
+
+def _call_standby(step: Step) -> None:
+    for owner, call, calls in _standby:
+        if owner == os.getpid() and not calls:
+            calls.append(step)
+            call.release()
+            return
+    # Not `threading.Thread`, whose start() waits for the thread to run. If there is no thread, nobody takes over.
+    with suppress(RuntimeError):
+        _thread.start_new_thread(step, ())
+
+
 class _Turns:
     def __init__(self, steps: Iterable[tuple[Step, float]]) -> None:
         self._steps = deque(steps)
@@ -104,9 +136,7 @@ class _Turns:
     def run(self) -> bool:
         turn = self._turn = object()
         self._due = time.monotonic() + 1.0
-        with suppress(RuntimeError):  # no thread left, or the interpreter is ending: then nobody takes over
-            # Not `threading.Thread`, whose start() waits for the thread to run: these are the last microseconds.
-            _thread.start_new_thread(self._take_over_from, (turn,))
+        _call_standby(partial(self._take_over_from, turn))
         while self._turn is turn and self._steps:
             step, seconds = self._steps.popleft()
             self._due = time.monotonic() + seconds

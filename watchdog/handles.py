@@ -94,17 +94,24 @@ class ProcessHandle(Handle):
             return True
         if self.pidfd is None:
             return self._is_dead_without_pidfd()
+        pidfd = self.pidfd
         try:
-            if linux.peek_status(self.pidfd, self.pid) is not None:
-                return True
+            return linux.peek_status(pidfd, self.pid) is not None
         except linux.NotOurChild:
             # Somebody reaped it, or it never was ours (fork server, psutil). Only a pidfd gets this answer, so readable
             # is dead.
-            return linux.is_readable(self.pidfd)
+            if not linux.is_readable(pidfd):
+                return False
         except OSError:
             pass  # no pidfd any more: closed by others, its number perhaps reused
-        else:
-            return False
+        try:
+            # Once more: another thread may have closed it between the two looks, and what was readable was a file of
+            # its own that got the number.
+            return linux.peek_status(pidfd, self.pid) is not None
+        except linux.NotOurChild:
+            return True
+        except OSError:
+            pass
         # A new descriptor for the same process, if it is there. The old one knows that its number is not ours any more.
         if not self._still_there():
             return True

@@ -19,6 +19,7 @@ from typing import Callable, NamedTuple
 
 from watchdog import linux
 from watchdog.abort import abort, arm_dead_man, before_leaving, leave, report
+from watchdog.bounded import stand_by
 from watchdog.death import Death, Exited, Signalled, Status
 from watchdog.delivery import notify
 from watchdog.diagnosis import Evidence, diagnose
@@ -195,6 +196,7 @@ class Watch:
         thread = threading.Thread(target=self._run, name=f"watchdog-{self.name}", daemon=True)
         _registry.watches.append(self)
         try:
+            stand_by()
             thread.start()
         except BaseException:
             self.close()
