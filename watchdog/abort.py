@@ -125,9 +125,12 @@ def follow(handle: ProcessHandle, check_interval: float, end: Callable[[], objec
     """
 
     def run() -> None:
-        while not handle.is_dead():
-            with suppress(Exception):  # a look that fails is no death; the next one comes
-                handle.wait(check_interval)
+        while True:
+            try:
+                if handle.wait(check_interval):
+                    break
+            except Exception:
+                time.sleep(check_interval)  # a look that fails is no death; the next one comes
         end()
 
     thread = threading.Thread(target=run, name=f"watchdog-follows-{handle.pid}", daemon=True)

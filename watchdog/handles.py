@@ -23,6 +23,7 @@ __all__ = ["Handle", "ProcessHandle", "UnknownHandle", "is_forked", "open_handle
 # Seconds in which the true status may still turn up after somebody else reaped: PIDFD_GET_INFO was measured to
 # answer up to 3.3 ms late, a thread that won the race for waitpid stores its result within microseconds.
 _STATUS_PATIENCE = 0.1
+_LONGEST_WAIT = 5.0  # seconds without a look, in case that the pidfd was closed by others
 
 
 class Handle:
@@ -209,7 +210,7 @@ class ProcessHandle(Handle):
             if self.pidfd is None:
                 time.sleep(min(left, 0.02))
             else:
-                linux.wait_readable((self.pidfd,), min(left, 1.0))
+                linux.wait_readable((self.pidfd,), min(left, _LONGEST_WAIT))
 
     def reap(self) -> None:
         """Take the status of a dead server that we launched, so that no zombie stays and its handle tells the truth."""
