@@ -23,7 +23,7 @@ __all__ = ["Handle", "ProcessHandle", "UnknownHandle", "is_forked", "open_handle
 # Seconds in which the true status may still turn up after somebody else reaped: PIDFD_GET_INFO was measured to
 # answer up to 3.3 ms late, a thread that won the race for waitpid stores its result within microseconds.
 _STATUS_PATIENCE = 0.1
-_LONGEST_WAIT = 5.0  # seconds without a look, in case that the pidfd was closed by others
+_LONGEST_WAIT = 1.0  # seconds without a look, in case that the pidfd was closed by others
 
 
 class Handle:
