@@ -10,7 +10,7 @@ import enum
 import signal as _signal
 from typing import Any, Literal, Optional, Union
 
-__all__ = ["Cause", "Death", "Exited", "Lost", "Signalled", "Status", "signal_name"]
+__all__ = ["Cause", "Death", "Exited", "Lost", "Signalled", "Status", "exitcode", "signal_name"]
 
 
 def signal_name(number: int) -> str:
@@ -98,6 +98,13 @@ Status = Union[Exited, Signalled, Lost]
 Certainty = Literal["certain", "likely", "possible"]
 
 
+def exitcode(status: Status) -> Optional[int]:
+    """See `Death.exitcode`."""
+    if isinstance(status, Exited):
+        return status.code
+    return -status.signal if isinstance(status, Signalled) else None
+
+
 class Cause(enum.Enum):
     """What a death follows from, as far as the evidence goes. The values are the words of the report."""
 
@@ -168,11 +175,7 @@ class Death(Value):
     @property
     def exitcode(self) -> int | None:
         """As `multiprocessing` has it: the code, or the negative signal number; None if the status is lost."""
-        if isinstance(self.status, Exited):
-            return self.status.code
-        if isinstance(self.status, Signalled):
-            return -self.status.signal
-        return None
+        return exitcode(self.status)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the field names as keys, the status with its `kind`, enums by name."""

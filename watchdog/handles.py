@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from watchdog import linux
-from watchdog.death import Exited, Lost, Signalled, Status
+from watchdog.death import Exited, Lost, Signalled, Status, exitcode
 
 __all__ = ["Handle", "ProcessHandle", "UnknownHandle", "is_forked", "open_handle"]
 
@@ -220,9 +220,9 @@ class ProcessHandle(Handle):
         if self.process is None:
             linux.reap(self.pidfd, self.pid)
         elif isinstance(self.process, BaseProcess):
-            self._reap_process(self.process, _code(status))
+            self._reap_process(self.process, exitcode(status))
         else:
-            self._reap_popen(self.process, _code(status))
+            self._reap_popen(self.process, exitcode(status))
         self._reaped = True  # no second time: without a pidfd the pid may later be that of another child
 
     def _reap_process(self, process: Any, code: int | None) -> None:
@@ -314,9 +314,3 @@ def _from_code(code: Any) -> Status:
     if not isinstance(code, int):
         return Lost()
     return Signalled(-code) if code < 0 else Exited(code)
-
-
-def _code(status: Status) -> int | None:
-    if isinstance(status, Exited):
-        return status.code
-    return -status.signal if isinstance(status, Signalled) else None

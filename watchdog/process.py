@@ -24,7 +24,7 @@ from watchdog import rank
 from watchdog.abort import abort, interrupt
 from watchdog.arguments import callback, exit_codes, natural, printable, seconds, start_context
 from watchdog.bounded import uninterrupted
-from watchdog.death import Death
+from watchdog.death import Death, exitcode
 from watchdog.delivery import notify
 from watchdog.handles import ProcessHandle, is_forked, open_handle
 from watchdog.record import Record, StopEvent
@@ -219,7 +219,7 @@ class ProcessWatchdog:
             status = current.handle.poll()
         except Exception:
             return None  # a handle of somebody's own that cannot tell
-        return None if status is None else Death(self.name, None, status).exitcode
+        return None if status is None else exitcode(status)
 
     def __enter__(self) -> ProcessWatchdog:
         return self

@@ -20,7 +20,7 @@ from typing import Callable, NamedTuple
 from watchdog import linux
 from watchdog.abort import abort, arm_dead_man, before_leaving, leave, report
 from watchdog.bounded import stand_by
-from watchdog.death import Death, Exited, Signalled, Status
+from watchdog.death import Death, Exited, Signalled, Status, exitcode
 from watchdog.delivery import notify
 from watchdog.diagnosis import Evidence, diagnose
 from watchdog.handles import Handle, ProcessHandle
@@ -127,11 +127,8 @@ def _leave_nothing_behind() -> None:
     process takes its time to go.
     """
     handles = _handles(watch for watch in list(_registry.watches) if watch.launched)
-    deadline = time.monotonic() + _STOP_IN_ABORT
-    for handle in [handle for handle in handles if _signal(handle, signal.SIGTERM)]:
-        handle.wait(max(0.0, deadline - time.monotonic()))
-    for handle in handles:
-        _signal(handle, signal.SIGKILL)
+    _signal_all(handles, signal.SIGTERM, _STOP_IN_ABORT)
+    _signal_all(handles, signal.SIGKILL, 0.0)
     if os.getsid(0) == os.getpid():
         linux.kill_session(os.getpid())
 
@@ -143,10 +140,8 @@ def stop_servers(watches: list[Watch], timeout: float) -> None:
     named in a WARNING and left.
     """
     handles = _handles(watches)
-    for number, patience in ((signal.SIGTERM, timeout), (signal.SIGKILL, _AFTER_SIGKILL)):
-        deadline = time.monotonic() + patience
-        for handle in [handle for handle in handles if _signal(handle, number)]:
-            handle.wait(max(0.0, deadline - time.monotonic()))
+    _signal_all(handles, signal.SIGTERM, timeout)
+    _signal_all(handles, signal.SIGKILL, _AFTER_SIGKILL)
     for watch in watches:
         if watch.handle.poll() is None:
             notify(logging.WARNING, f"{watch.name} (pid {watch.handle.pid}) could not be ended and is left alone")
@@ -157,6 +152,13 @@ def stop_servers(watches: list[Watch], timeout: float) -> None:
 
 def _handles(watches: Iterable[Watch]) -> list[ProcessHandle]:
     return [watch.handle for watch in watches if isinstance(watch.handle, ProcessHandle)]
+
+
+def _signal_all(handles: list[ProcessHandle], number: int, patience: float) -> None:
+    """Signal all that live, and wait for them, `patience` seconds for all together."""
+    deadline = time.monotonic() + patience
+    for handle in [handle for handle in handles if _signal(handle, number)]:
+        handle.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _signal(handle: ProcessHandle, number: int) -> bool:
@@ -291,7 +293,7 @@ class Watch:
         uptime, died_at = time.monotonic() - self._since, time.time()
         if self.stop.is_set():  # disarmed before it died
             self._see_off()
-        elif _exitcode(status) in self.settings.expected_exit_codes:
+        elif exitcode(status) in self.settings.expected_exit_codes:
             self._calm()
             self._expected(status, uptime)
         else:
@@ -354,17 +356,13 @@ class Watch:
                 if status is None:
                     continue
                 others.remove(watch)
-                if _exitcode(status) not in watch.settings.expected_exit_codes:
+                if exitcode(status) not in watch.settings.expected_exit_codes:
                     deaths.append(watch._diagnose(status, time.monotonic() - watch._since))
                     watch.reap()
             if time.monotonic() > deadline:
                 break
             time.sleep(0.002)
         return deaths
-
-
-def _exitcode(status: Status) -> int | None:
-    return Death("", None, status).exitcode
 
 
 def _is_shutdown(status: Status) -> bool:
