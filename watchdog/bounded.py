@@ -74,11 +74,13 @@ def uninterrupted(step: Step) -> None:
             done.release()
 
     try:
-        _thread.start_new_thread(work, ())
+        try:
+            _thread.start_new_thread(work, ())
+        except RuntimeError:
+            ended.append(None)  # no thread left: nothing was started
+            raise
         done.acquire()
-    except RuntimeError:
-        raise  # no thread left: nothing was started
-    except BaseException:
+    except BaseException:  # a handler's RuntimeError among them
         deadline = time.monotonic() + _PATIENCE
         while not ended and time.monotonic() < deadline:
             time.sleep(0.001)
